@@ -135,10 +135,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "weights cut": (cut("model.safetensors", 5000), "cannot be loaded"),
     "weights empty": (rewritten("model.safetensors", b""), "cannot be loaded"),
     "weights' shape": (weights(of=lambda t: t[:1].clone()), "cannot be loaded"),
-    "a weight less": (without_weight("model.norm.weight"), "no weight model.norm.weight$"),
+    "a weight less": (without_weight("model.norm.weight"), "lack the weight model.norm.weight$"),
     "a layer more": (
         changed(CONFIG, num_hidden_layers=6),
-        r"no weight model\.layers\.5\.input.* 8",
+        r"lack the weight model\.layers\.5\.input.* 8",
     ),
     "adapter null": (rewritten("adapter_config.json", b"null"), r"adapter_config\.json is None"),
     "index null": (sharded(None), r"index\.json is None"),

@@ -1,4 +1,4 @@
-"""The model's chat template: code of the model's, which may refuse what it is given."""
+"""The model's chat template: code that comes with the model and may reject its input."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from multirate.errors import UserError, first_line
 def apply_template(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str, **options: Any
 ) -> Any:
-    """What the tokenizer's `apply_chat_template` makes of the messages.
+    """The result of the tokenizer's `apply_chat_template` for the messages.
 
-    Raises UserError, begun by `where`, for messages that the template refuses (a system turn, an
-    assistant's turn first, two turns of one role, none at all) and for a template with an error.
+    Raises UserError, starting with `where`, for messages that the template rejects (a system
+    message, an assistant message first, two messages of one role, none at all) and for a template
+    with an error.
     """
     try:
         return tokenizer.apply_chat_template(list(messages), **options)
@@ -30,11 +31,12 @@ def apply_template(
 def encode_chat(
     tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the prompt"
 ) -> list[int]:
-    """Token ids of a conversation that ends with the user's turn, by the tokenizer's chat template.
+    """Token ids of a conversation that ends with the user's message, by the tokenizer's chat
+    template.
 
-    A tokenizer without a template gets the turns as plain text with its own special tokens,
-    separated by blank lines. Raises UserError, begun by `where`, as `apply_template` does, and for
-    a template that writes nothing.
+    Without a template the messages become plain text, separated by blank lines, with the
+    tokenizer's own special tokens. Raises UserError, starting with `where`, as `apply_template`
+    does, and for a template that produces no text.
     """
     if getattr(tokenizer, "chat_template", None):
         options = {"add_generation_prompt": True, "return_dict": True}

@@ -1,4 +1,4 @@
-"""One generation at a time for each engine, others wait."""
+"""One generation at a time for each engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from multirate.torch_modes import own_modes
 
 
 class GenerationLock:
-    """What several threads take turns at. A thread that has its turn may take it again."""
+    """Threads take turns with it. A thread that has its turn may take it again."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -25,8 +25,8 @@ class GenerationLock:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Waits until no other thread has it; given back however the block ends. Meanwhile the
-        thread has left its caller's modes of torch: what is made in a turn is used in later ones.
+        """Waits until no other thread holds it; releases it however the block ends. Meanwhile the
+        thread leaves its caller's modes of torch, because what is made here is used in later calls.
         """
         if self.inherited and torch.get_num_threads() > 1:
             # OpenMP's threads stayed in the parent process, and torch would wait for them for ever
@@ -35,13 +35,13 @@ class GenerationLock:
             yield
 
     def after_fork(self) -> None:
-        """In a forked process: the thread that had its turn, if any, is not here."""
+        """Resets the lock in a forked process, where the thread that held it does not exist."""
         self._lock, self.inherited = threading.RLock(), True
 
 
 def lock_of(model: Any) -> GenerationLock:
-    """The turns of all who run the model's own modules: they change its settings and hooks for as
-    long as they run.
+    """The lock that all users of the model's own modules share, because they change its settings
+    and hooks while they run.
     """
     with _looking_up:
         found = _of_model.get(model)

@@ -1,5 +1,5 @@
-"""Models and accelerators by local folder, GGUF file, hub id or a short name; what is missing is
-said in a sentence.
+"""Loads models and accelerators by local folder, GGUF file, hub id or short name, with a clear
+error if one is missing.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ DTYPES = {
 }
 ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 PUBLISHED = "config.json"
-"""Of an accelerator in a layout of others (methods/spec.py, Published)."""
+"""Config file of an accelerator in another project's layout (methods/spec.py, Published)."""
 _OBJECTS = (
     "config.json",
     "generation_config.json",
@@ -68,24 +68,28 @@ _RANGES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), (1, 4096)),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), (1, 1 << 40)),
 }
-"""Of whole numbers in these files: a layer for each is made before anything is compared."""
+"""Limits of whole numbers in these files, because transformers makes a layer for each before
+anything is compared.
+"""
 GGUF = ".gguf"
 HUB_SECONDS = 5.0  # that the hub may take to answer at all
 
 
 @dataclass
 class LoadedModel:
-    """A causal LM in evaluation mode with its tokenizer; `name` is what the user called it."""
+    """A causal LM in evaluation mode with its tokenizer."""
 
     model: Any
     tokenizer: Any
     name: str
+    """What the user called it."""
     experts: OffloadedExperts | None = None
+    """Where its experts are read from, if they are on disk."""
 
 
 def reference_accelerators(model: str | None = None) -> dict[str, Path]:
     """The accelerators that this package has for a named model (None: the default one), by method;
-    none for any other model.
+    none for other models.
     """
     known = named(model)
     return {} if known is None else _accelerators_of(known)
@@ -110,12 +114,14 @@ def packaged_accelerators(config: Any) -> list[str]:
 
 
 def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
-    """A model and tokenizer by local folder, GGUF file, hub id, `REPO:FILE.gguf` of the hub, or a
-    name of named_models.py; None is the default one of these.
+    """Loads a model and its tokenizer.
 
-    `dtype` is a key of DTYPES ("auto": as saved, and bfloat16 for a GGUF file); `device` is "auto"
-    (a GPU if there is one), "cpu", "cuda", "cuda:1" … Raises UserError for an unknown, gated,
-    unreachable, corrupt or unsupported model.
+    name: a local folder, a GGUF file, a hub id, `REPO:FILE.gguf` on the hub, or a name from
+        named_models.py; None: the default model.
+    dtype: a key of DTYPES. "auto": as saved, and bfloat16 for a GGUF file.
+    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …
+
+    Raises UserError for an unknown, gated, unreachable, damaged or unsupported model.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
@@ -149,8 +155,8 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
 
 
 def _check_json(folder: str) -> None:
-    """UserError for a small file of a local model's folder that holds no JSON object: transformers
-    takes some of these for missing, and reads others in any order.
+    """Raises UserError for a small JSON file of a local model that holds no object. transformers
+    treats some of these as missing and reads others in any order.
     """
     for name in _OBJECTS:
         path = Path(folder) / name
@@ -162,7 +168,7 @@ def _check_json(folder: str) -> None:
 
 
 def _check_numbers(path: Path, values: Any, place: str = "") -> None:
-    """UserError for a number that transformers would count to without an end."""
+    """Raises UserError for a number that transformers would count up to endlessly."""
     if isinstance(values, dict):
         for name, value in values.items():
             _check_numbers(path, value, f"{place}.{name}" if place else name)
@@ -180,8 +186,8 @@ def _check_numbers(path: Path, values: Any, place: str = "") -> None:
 
 
 def _kind_of(config: Any) -> Any:
-    """The class that loads a model for text: of those that transformers has with a reader of images
-    alone, that one, whose language model is run.
+    """The transformers class that loads a model for text. For models that transformers has only
+    with an image encoder it is the image-text class; its language model is run.
     """
     for kind in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in kind._model_mapping:
@@ -190,8 +196,8 @@ def _kind_of(config: Any) -> Any:
 
 
 def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
-    """A model's tokenizer and the size of its vocabulary, without its weights. Names and errors as
-    of `load_model`.
+    """A model's tokenizer and vocabulary size, without its weights. Names and errors as in
+    `load_model`.
     """
     with explained(f"model {name}"):
         source = _source(name)
@@ -210,8 +216,8 @@ def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
 
 
 def model_folder(name: str) -> Path:
-    """The local folder of a model's files: of a named one, a folder, or a hub id (its safetensors
-    and JSON are downloaded). A GGUF file is converted into the cache folder.
+    """The local folder with a model's files: a named model's, a folder, or a hub id (downloads its
+    safetensors and JSON files). Converts a GGUF file into the cache folder.
     """
     with explained(f"model {name}"):
         source = _source(name)
@@ -229,7 +235,7 @@ def model_folder(name: str) -> Path:
 
 
 def _source(name: str | None) -> str | Path:
-    """What a model is loaded from: a folder or a hub id as text, or the path of a GGUF file."""
+    """What to load a model from: a folder or hub id as text, or the path of a GGUF file."""
     known = named(name)
     if known is not None:
         return _source_of_named(name or DEFAULT, known)
@@ -261,8 +267,8 @@ _PART = re.compile(r"-\d{5}-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 
 def _hub_name(name: str) -> str:
-    """The name without the hub's address, as a browser or other tools have it: OWNER/NAME, or
-    OWNER/NAME:FILE.gguf. UserError for a quantisation in the place of a file.
+    """The name without the hub's address, as browsers and other tools write it: OWNER/NAME, or
+    OWNER/NAME:FILE.gguf. Raises UserError for a quantisation instead of a file.
     """
     bare = _SITE.sub("", name).rstrip("/") or name
     if bare != name and (page := _PAGE.match(bare)):
@@ -320,11 +326,12 @@ def _downloaded(hub_id: str) -> bool:
 
 
 def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Path:
-    """The local folder of an accelerator: a folder, the name of one of this package, or a hub id
-    (which is downloaded).
+    """The local folder of an accelerator, given by folder, by the name of one in this package, or
+    by hub id (which is downloaded).
 
-    config: of the model that it is for. Several named models may have an accelerator of that name:
-    the first is taken whose base has this config's sizes, else the first.
+    config: of the model that it is for. If several named models have an accelerator of that name,
+    the first whose base has this config's sizes is used, else the first. Raises UserError if it
+    cannot be found.
     """
     if not isinstance(name, (str, os.PathLike)):
         raise UserError(f"the accelerator is {name!r}; accepted: its folder, name or hub id")
@@ -361,8 +368,8 @@ def _is_for(folder: Path, config: Any) -> bool:
 
 
 def _at_hand(name: str) -> str:
-    """A folder or hub id that can be loaded; where the hub cannot be reached, the folder of what
-    was downloaded.
+    """A folder or hub id that can be loaded. If the hub cannot be reached, the folder of what was
+    downloaded.
     """
     if Path(name).is_dir() or _hub_answers():
         return name
@@ -371,8 +378,8 @@ def _at_hand(name: str) -> str:
 
 @functools.cache
 def _hub_answers() -> bool:
-    """Asked once per process, with one request: the hub's client would repeat each of its own for
-    half a minute.
+    """Whether the hub can be reached. Checked once per process with one request, because the hub's
+    client retries each of its own for half a minute.
     """
     if is_offline_mode():
         return False
@@ -407,8 +414,8 @@ def find_device(name: str) -> torch.device:
 
 
 def _check_name(name: str, kind: str, needed: str) -> None:
-    """A path that is no folder, or a folder without the file `needed`, is said before the hub is
-    asked for it.
+    """Raises UserError for a path that is not a folder, or a folder without the file `needed`,
+    before the hub is contacted.
     """
     path, one = Path(name), f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
     if path.is_dir():
@@ -430,8 +437,8 @@ def _check_name(name: str, kind: str, needed: str) -> None:
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """Turns what libraries raise while something is loaded into one sentence, whatever its kind:
-    these are too many to list. The error itself is the sentence's cause, and in the log.
+    """Turns any exception that libraries raise while loading into a one-sentence UserError. The
+    original is its cause, and in the log.
     """
     try:
         yield
@@ -475,7 +482,7 @@ def _sentence(what: str, error: BaseException) -> str:
 
 
 def _unreachable(what: str) -> str:
-    """what: "model NAME", or "accelerator NAME"."""
+    """what: "model NAME" or "accelerator NAME"."""
     names = list(NAMED)
     if what.startswith("accelerator "):
         names = sorted({name for known in NAMED.values() for name in _accelerators_of(known)})

@@ -1,6 +1,6 @@
-"""What a file of JSON holds, checked before it is used: a dataclass's fields, each of its type.
+"""Checks the content of a JSON file against a dataclass's fields and types.
 
-Ranges and what fields have to agree on are checked by the dataclass itself, in `__post_init__`.
+The dataclass itself checks ranges, and fields that must agree, in `__post_init__`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from multirate.errors import UserError
 
 T = TypeVar("T")
 _MOST = 1 << 63
-"""Whole numbers stay below it: what they are handed to has 64 bits."""
+"""Limit of whole numbers, which are stored in 64 bits."""
 
 
 def read_as(kind: type[T], data: Any, path: Path, place: str) -> T:
-    """The dataclass `kind` from the JSON object `data`; fields that it does not have are left out.
+    """The dataclass `kind` from the JSON object `data`; unknown fields are ignored.
 
-    UserError naming the file at `path` and the field of `place` that is missing, of another type or
-    out of range.
+    Raises UserError naming the file at `path` and the field of `place` that is missing, has another
+    type or is out of range.
     """
 
     def refuse(field: str, value: Any, accepted: str) -> NoReturn:
@@ -48,7 +48,7 @@ def read_as(kind: type[T], data: Any, path: Path, place: str) -> T:
 
 
 def accepts(value: Any, hint: Any) -> bool:
-    """Whether a value from JSON is of this type."""
+    """Whether a JSON value has this type."""
     origin = get_origin(hint)
     if hint is Any:
         return True
@@ -73,7 +73,7 @@ def accepts(value: Any, hint: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number that a float can hold, not NaN and not infinite."""
+    """Whether it is a finite number that fits a float."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return False
     try:
@@ -102,7 +102,7 @@ def spell(hint: Any) -> str:
 
 
 def _with_tuples(value: Any, hint: Any) -> Any:
-    """JSON has lists only."""
+    """Converts lists to tuples where the type asks for them."""
     if get_origin(hint) is tuple and isinstance(value, (list, tuple)):
         return tuple(_with_tuples(one, get_args(hint)[0]) for one in value)
     return value

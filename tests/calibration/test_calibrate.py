@@ -310,7 +310,7 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     for confidence in (0, 1, -2):
         with pytest.raises(UserError, match="confidence is"):
             check_promise(0.9, confidence, 1000, "x")
-    with pytest.raises(UserError, match=r"x has 323 different prompts, .* needs at least 324"):
+    with pytest.raises(UserError, match=r"x has 323 different prompts; .* needs at least 324"):
         check_promise(0.99, 0.95, 323, "x")
     check_promise(0.99, 0.95, 324, "x")
 

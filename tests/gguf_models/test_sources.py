@@ -140,7 +140,7 @@ def test_a_cache_that_cannot_be_written_is_said_and_does_without(
     monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
     with pytest.warns(Notice, match=rf"cannot be stored in .*{place}.*MULTIRATE_CACHE"):
         assert same(load_model("tiny").model, wheel)
-    with pytest.raises(UserError, match=r"tiny.gguf has to be converted.*MULTIRATE_CACHE"):
+    with pytest.raises(UserError, match=r"tiny.gguf must be converted.*MULTIRATE_CACHE"):
         model_folder(str(wheel))
 
 
@@ -202,7 +202,7 @@ def test_files_and_folders(cache: Path, tmp_path: Path) -> None:
         assert same(loaded.model, path) and loaded.name == name
     assert load_model(str(path), "float32").model.dtype == torch.float32
     tiny_files.write(folder / "b.gguf")
-    with pytest.raises(UserError, match=r"holds 2 GGUF files: name one, such as .*a\.gguf"):
+    with pytest.raises(UserError, match=r"holds 2 GGUF files; name one of them, such as .*a\.gguf"):
         load_model(str(folder))
     with pytest.raises(UserError, match=r"no file .*none\.gguf"):
         load_model(str(folder / "none.gguf"))

@@ -1,1 +1,1 @@
-"""Dynamic mode's thresholds for a promised quality: Learn-then-Test on held-out prompts."""
+"""Thresholds of dynamic mode for a quality target: Learn-then-Test on held-out prompts."""

@@ -1,4 +1,6 @@
-"""Chooses the boldest thresholds that a promise allows, on held-out prompts."""
+"""Chooses the boldest threshold of dynamic mode that reaches a quality target on held-out
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ Progress = Callable[[float, int, int], None]
 
 
 def dynamic_mode(method: MethodSpec) -> DynamicMode:
-    """A method's dynamic mode. UserError for one that has none."""
+    """A method's dynamic mode. Raises UserError if it has none."""
     if method.dynamic is None:
         raise UserError(
             f"method {method.name} has no dynamic mode; accepted: an accelerator of "
@@ -33,8 +35,8 @@ def dynamic_mode(method: MethodSpec) -> DynamicMode:
 
 
 def check_promise(quality: float, confidence: float, samples: int, where: str) -> None:
-    """Raises UserError for what cannot be promised, or not on so few samples. where: the data's
-    name.
+    """Raises UserError for a quality or confidence that calibration cannot establish, or not with
+    so few samples. where: the data's name.
     """
     check_quality(quality)
     if quality == 1:
@@ -51,7 +53,7 @@ def check_promise(quality: float, confidence: float, samples: int, where: str) -
 
 
 def check_points(points: Sequence[float]) -> tuple[float, ...]:
-    """Points of a dial to try. UserError unless they fall: the most cautious comes first."""
+    """Points of a dial to try. Raises UserError unless they decrease, the most cautious first."""
     falling = all(one > other for one, other in itertools.pairwise(points))
     if not points or not falling or not all(map(math.isfinite, points)):
         raise UserError(
@@ -79,20 +81,24 @@ def calibrate(
     points: Sequence[float] | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
-    and promises the last that keeps the quality.
+    and returns a Promise for the last that reaches the quality.
 
-    prompts: token ids, drawn as those that the promise is to hold for, and none of the
-    accelerator's training data. base: the fingerprint of the decoder's model. stop: of the answers.
-    data: the files' names, for the record. settings: of the method, in place of its defaults, that
-    the promise is to hold for (exit_score, kv). measured: by threshold, the first prompts' answers
-    as earlier calls with the same arguments but quality and confidence left them; they are not
-    decoded again, and the new ones are added. tries: how many thresholds of the method's path,
-    spread evenly; None: all. points: tried in place of the path, from the most cautious on. dial:
-    the name of the one that is turned (DynamicMode.dial). One that changes only single sequences is
-    measured with these, whatever the batch.
-    A threshold whose answers run into loops is not promised, whatever they keep: the full model
-    would go on with a loop, too. Raises UserError for an accelerator that cannot leave early and
-    for data too small for the promise.
+    prompts: token ids of prompts like those that the calibration is for, and not in the
+        accelerator's training data.
+    base: the fingerprint of the decoder's model.
+    stop: stop settings of the answers.
+    data: the files' names, for the record.
+    settings: method settings to calibrate, replacing its defaults (exit_score, kv).
+    measured: by threshold, answers to the first prompts from earlier calls with the same arguments
+        (except quality and confidence). They are not decoded again; new answers are added.
+    tries: how many thresholds of the method's path to try, spread evenly; None: all.
+    points: thresholds to try instead of the path, the most cautious first.
+    dial: name of the dial to calibrate (DynamicMode.dial). A dial that works only for single
+        sequences is measured one sequence at a time, whatever the batch.
+
+    A threshold whose answers run into loops is not accepted, whatever its quality, because the full
+    model would continue a loop as well. Raises UserError for an accelerator that cannot leave early
+    and for too little data.
     """
     method = find(accelerator.method)
     mode = dynamic_mode(method).dial(decoder, accelerator.module, dial)
@@ -125,7 +131,7 @@ def calibrate(
     looped: list[float] = []
 
     def sound(threshold: float) -> bool:
-        """Its answers do not loop more than those of the most cautious one."""
+        """Whether its answers loop no more than those of the most cautious threshold."""
         if _looping(measured[threshold]) > MOST_LOOPING + _looping(measured[path[0]]):
             looped.append(threshold)
         return not looped

@@ -1,5 +1,5 @@
-"""What dynamic mode costs in quality: its answers beside what the full model says after the same
-text.
+"""Measures the quality of dynamic mode: its answers compared with the full model's choice after the
+same text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from multirate.training.data import prompt_of, read_conversations, render_prompt
 
 @dataclass(frozen=True)
 class Measured:
-    """One answer: its tokens, and how many are not the full model's after the same text. refused:
-    with any threshold above this and up to its own it is the same; None: unknown. looping: tokens
-    that only repeat what stands right before (repetition.py).
+    """One answer.
+
+    tokens: its tokens; differing: how many of them differ from the full model's choice after the
+        same text.
+    refused: with any threshold above this, up to its own, the answer is the same; None: unknown.
+    looping: tokens that only repeat the text right before them (repetition.py).
     """
 
     tokens: int
@@ -43,11 +46,11 @@ class Measured:
 def read_prompts(
     files: Sequence[str | Path], tokenizer: Any, room: int | None, limit: int | None = None
 ) -> list[list[int]]:
-    """Token ids of the data's prompts: each conversation's turns up to its first question, the
-    first half of each plain text. Equal ones (normalised text) come once.
+    """Token ids of the data's prompts: each conversation's turns up to its first question, and the
+    first half of each plain text. Duplicates (by normalised text) appear once.
 
-    room: longer prompts are left out. limit: at most so many, spread evenly. Raises UserError for
-    unusable data.
+    room: longer prompts are left out. limit: maximum number of prompts, spread evenly. Raises
+    UserError for unusable data.
     """
     found: dict[str, list[int]] = {}
     too_long = 0
@@ -80,8 +83,8 @@ def read_prompts(
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the full model says of an answer's tokens, each after the text before it: how many are
-    not its argmax, and the sum of their negative log-probabilities (nats).
+    """The full model's judgement of an answer's tokens, each after the text before it: how many
+    differ from its argmax, and the sum of their negative log-probabilities (nats).
     """
 
     tokens: int = 0
@@ -106,11 +109,11 @@ def answers(
     threshold: float = -math.inf,
     before: Sequence[Measured] = (),
 ) -> Iterator[Measured]:
-    """Each prompt's greedy answer by `step`, measured; in the order of the prompts, `batch` decoded
-    at once.
+    """Each prompt's greedy answer by `step`, measured, in the order of the prompts; `batch` prompts
+    are decoded at once.
 
-    threshold: the step's. before: what these answers were with a higher one; where that says that
-    they are the same, they are not decoded again.
+    threshold: the step's. before: the answers with a higher threshold; answers that are known to be
+    the same are not decoded again.
     """
     for first in range(0, len(prompts), batch):
         part = prompts[first : first + batch]

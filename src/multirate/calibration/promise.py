@@ -1,4 +1,4 @@
-"""A promise and the file it is kept in, beside the accelerator that it was made for."""
+"""A calibrated quality (Promise), and its file beside the accelerator."""
 
 from __future__ import annotations
 
@@ -17,41 +17,52 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Promise:
-    """With probability `confidence` (over the prompts it was made on), at most a share 1 − quality
-    of the tokens of an answer is, on average over prompts like those, another than the full model's
-    after the same text.
-
-    gates, settings: of the accelerator, and of the method that keeps the promise. base,
-    accelerator: the fingerprint of the base's weights, and the checksum of the accelerator's.
-    samples: prompts answered for it; tokens, differing: of their answers, greedy and of at most
-    `max_new_tokens`; loss: their mean share of differing tokens; p_value: of a larger risk than
-    promised. tried: the thresholds tested, and the mean loss of each. looped: the last of them
-    keeps the quality, and was not promised because its answers run into loops.
+    """The result of a calibration: with probability `confidence` (over the calibration prompts),
+    the share of an answer's tokens that differ from the full model's choice after the same text is
+    at most 1 − quality, on average over prompts like those.
     """
 
     quality: float
+    """The quality target, above 0 and at most 1."""
     confidence: float
+    """Of the statement, between 0 and 1."""
     gates: tuple[int, ...]
+    """The accelerator's gates."""
     settings: dict[str, Any]
+    """The method settings that reach the quality."""
     base: str
+    """Fingerprint of the base model's weights."""
     accelerator: str
+    """Checksum of the accelerator's weights."""
     samples: int
+    """Number of prompts answered."""
     max_new_tokens: int
+    """Maximum length of the greedy answers."""
     tokens: int = 0
+    """Tokens of all answers."""
     differing: int = 0
+    """How many of them differ from the full model's choice."""
     loss: float = 0.0
+    """Mean share of differing tokens per answer."""
     p_value: float = 0.0
+    """Of the hypothesis that the expected loss is larger than 1 − quality."""
     leaves_early: bool = True
+    """Whether any token leaves early."""
     data: tuple[str, ...] = ()
+    """Names of the data files."""
     tried: tuple[tuple[float, float], ...] = field(default=(), repr=False)
+    """The thresholds tested, and the mean loss of each."""
     looped: bool = False
+    """Whether the last threshold reached the quality but was not accepted because its answers run
+    into loops.
+    """
 
     def __post_init__(self) -> None:
         check_quality(self.quality)
 
     def sentence(self, other: str = "") -> str:
-        """What is promised, for the user. other: what the text is, such as "sampled text", where it
-        is not greedy text of the bare model.
+        """The measured agreement in one sentence. other: what the text is, such as "sampled text",
+        if it is not greedy text of the bare model.
         """
         if not self.leaves_early:
             return (
@@ -70,7 +81,7 @@ class Promise:
 
 
 def check_quality(quality: object) -> float:
-    """The quality as a number. UserError unless it is in (0, 1]."""
+    """The quality as a number. Raises UserError unless it is in (0, 1]."""
     if not is_number(quality) or not 0 < quality <= 1:  # type: ignore[operator]
         raise UserError(
             f"quality is {reprlib.repr(quality)}; accepted: a number above 0 and at most 1, the "
@@ -80,8 +91,8 @@ def check_quality(quality: object) -> float:
 
 
 def store(folder: Path, promise: Promise) -> Path:
-    """Adds the promise to the folder's file, in place of an older one of its quality and base.
-    Raises UserError for a file that cannot be read or written.
+    """Adds the promise to the folder's file and replaces an older one with the same quality and
+    base. Raises UserError for a file that cannot be read or written.
     """
     kept = [
         old for old in read(folder) if (old.quality, old.base) != (promise.quality, promise.base)
@@ -92,8 +103,8 @@ def store(folder: Path, promise: Promise) -> Path:
 
 
 def read(folder: Path) -> list[Promise]:
-    """The promises kept in an accelerator's folder; none without the file. Raises UserError naming
-    the file and the field that cannot be used: it may come from anywhere.
+    """The promises stored in an accelerator's folder; none without the file. The file may come from
+    an untrusted source. Raises UserError naming the file and the field that cannot be used.
     """
     path = folder / FILE
     found = read_json(path)
@@ -120,10 +131,10 @@ def find(
     accelerator: str,
     gates: tuple[int, ...],
 ) -> Promise:
-    """The promise of the least quality that is at least the one asked for, of those made for this
-    base, accelerator and gate set. Raises UserError saying why there is none.
+    """The promise for this base, accelerator and gate set with the lowest quality that is at least
+    the one asked for. Raises UserError with the reason if there is none.
 
-    name: of the accelerator, for the message.
+    name: the accelerator's, for the message.
     """
     stored = [] if folder is None else read(folder)
     how = (

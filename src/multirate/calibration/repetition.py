@@ -1,7 +1,7 @@
-"""How much of an answer only repeats what stands right before it. [ours]
+"""How much of an answer only repeats the text right before it. [ours]
 
-A model that says "and, and, and" agrees with the full model, which would go on so after the same
-text, and its drafts are always right: quality and speed of such an answer say nothing.
+A model that repeats "and, and, and" agrees with the full model, which would continue the same way,
+and its drafts are always right. Quality and speed of such an answer mean nothing.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 
 MOST_LOOPING = 0.05
-"""Of lossy answers' tokens, more than of the model's own answers', that may be in loops: where more
-are, quality says nothing."""
+"""How much larger the share of looping tokens may be in lossy answers than in the model's own.
+Above it, the measured quality means nothing.
+"""
 LONGEST_PERIOD = 16
 COPIES = 3
 """Of the same tokens side by side, from which on they are a loop: a list's or a table's two alike
@@ -20,7 +21,9 @@ lines are none."""
 
 
 def in_loops(tokens: Sequence[int]) -> np.ndarray:
-    """bool [n]: the tokens that belong to the third or a later copy of what stands right before."""
+    """bool [n]: the tokens that belong to the third or a later copy of the text right before
+    them.
+    """
     x = np.asarray(tokens)
     found = np.zeros(len(x), bool)
     for period in range(1, min(LONGEST_PERIOD, len(x) // COPIES) + 1):

@@ -68,7 +68,7 @@ class Wager:
         self.p_value = min(self.p_value, _one_over(self._logs))
 
     def best(self, more: int) -> float:
-        """The p-value after so many more samples, if none of them has a loss."""
+        """The p-value after this many more samples, if none of them has a loss."""
         return min(self.p_value, _one_over(self._logs + more * np.log1p(self._bets * self.risk)))
 
 
@@ -85,7 +85,9 @@ def p_value(losses: Iterable[float], risk: float) -> float:
 
 
 def samples_needed(risk: float, confidence: float) -> int:
-    """How many samples without any loss it takes to reject at all: fewer can promise nothing."""
+    """The number of samples without any loss that rejection needs; fewer cannot establish
+    anything.
+    """
     wager = Wager(risk)
     least = math.floor(math.log(1 - confidence) / math.log1p(-risk))  # if all stake everything
     return next(n for n in itertools.count(max(1, least)) if _rejected(wager.best(n), confidence))
@@ -94,8 +96,8 @@ def samples_needed(risk: float, confidence: float) -> int:
 def try_threshold(
     threshold: float, losses: Iterable[float], samples: int, risk: float, confidence: float
 ) -> Tested:
-    """Whether the expected loss at this threshold is at most `risk`, at this confidence; takes
-    losses, of which there are `samples` at most, as long as the answer is open.
+    """Whether the expected loss at this threshold is at most `risk`, at this confidence. Takes
+    losses, at most `samples`, until the answer is known.
     """
     seen: list[float] = []
     wager = Wager(risk)
@@ -121,11 +123,11 @@ def try_in_order(
     confidence: float,
     acceptable: Callable[[float], bool] = lambda threshold: True,
 ) -> list[Tested]:
-    """The tests of the path's thresholds, from the most cautious on, up to the first that does not
-    hold. The boldest threshold that may be promised is the last that holds.
+    """Tests the path's thresholds, from the most cautious on, up to the first that does not hold.
+    The last that holds is the boldest valid one.
 
-    acceptable: of a threshold that would hold, whether it is wanted all the same. Ending sooner
-    leaves what was promised before as sure as it was.
+    acceptable: whether a threshold that holds is wanted. Ending early does not weaken the earlier
+    results.
     """
     tested: list[Tested] = []
     for threshold in path:

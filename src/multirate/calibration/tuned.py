@@ -39,7 +39,7 @@ class Tuned:
 
     @property
     def key(self) -> tuple[str, str, str, str]:
-        """What it is of: another one of the same takes its place."""
+        """What it was tuned for; a newer entry with the same key replaces it."""
         return self.method, self.base, self.accelerator, self.machine
 
 
@@ -56,7 +56,9 @@ def _cached(method: str, base: str) -> Path:
 
 
 def store(path: Path, tuned: Tuned) -> None:
-    """Adds it to the file, in place of an older one. UserError for a file that cannot be used."""
+    """Adds it to the file and replaces an older entry. Raises UserError for a file that cannot be
+    used.
+    """
     kept = [old for old in read(path) if old.key != tuned.key]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +70,8 @@ def store(path: Path, tuned: Tuned) -> None:
 def find(
     folder: Path | None, method: str, base: str, accelerator: str, machine: str
 ) -> Tuned | None:
-    """What was tuned for exactly this, the latest; None: nothing was. A file that cannot be used is
-    said, and left out: nothing needs it.
+    """The latest settings tuned for exactly this; None: there are none. A file that cannot be used
+    causes a warning and is ignored.
     """
     paths = [_cached(method, base), *([] if folder is None else [folder / FILE])]
     found = [one for path in paths for one in _read_or_say(path)]
@@ -86,7 +88,9 @@ def _read_or_say(path: Path) -> list[Tuned]:
 
 
 def read(path: Path) -> list[Tuned]:
-    """Those kept in a file; none without it. UserError naming the field that cannot be used."""
+    """The entries of a file; none without it. Raises UserError naming the field that cannot be
+    used.
+    """
     found = read_json(path)
     if not os.path.exists(path):
         return []

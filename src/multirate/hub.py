@@ -72,7 +72,7 @@ _RANGES = {
 anything is compared.
 """
 GGUF = ".gguf"
-HUB_SECONDS = 5.0  # that the hub may take to answer at all
+HUB_SECONDS = 5.0  # how long the hub may take to answer
 
 
 @dataclass

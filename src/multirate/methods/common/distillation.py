@@ -1,10 +1,10 @@
-"""KL to the full model through the frozen head, a chunk of rows at a time, and what it says about
-drafting.
+"""KL divergence to the full model through the frozen head, a chunk of rows at a time, and the
+agreement that drafting depends on.
 
-The gradient with respect to the hidden rows is formed in the forward pass, chunk by chunk, so [N,
-V] logits never exist whole; the teacher's distribution of a chunk is computed once for all gates
-and draft steps. Where the teacher's likeliest tokens are kept already (`TopTokens`), the full head
-is not needed at all: with a reduced draft head that is most of a training step.
+The gradient with respect to the hidden rows is computed in the forward pass, chunk by chunk, so [N,
+V] logits never exist as a whole. The teacher's distribution of a chunk is computed once for all
+gates and draft steps. If the teacher's likeliest tokens are stored (`TopTokens`), the full head is
+not needed at all; with a reduced draft head that is most of a training step.
 """
 
 from __future__ import annotations
@@ -256,11 +256,11 @@ def distil(
 ) -> Distilled:
     """KL(head(teacher) ‖ head(student)) of K students at once.
 
-    students [K, N, d] and teacher [N, d] are already through the final norm; ``tokens`` [n]
-    restricts the students' head (the teacher is renormalised over them; agreement is still with the
-    full model's argmax). A teacher given by its N rows' likeliest tokens is renormalised over
-    these: rows without any that the students can say teach nothing. own: the weights [n, d] of a
-    head of the students' own over ``tokens``, which are trained with them; None: the model's.
+    students [K, N, d] and teacher [N, d] have passed the final norm. ``tokens`` [n] restricts the
+    students' head; the teacher is renormalised over them, and agreement is still with the full
+    model's argmax. A teacher given by its rows' likeliest tokens is renormalised over these; rows
+    without any token in the students' head teach nothing. own: weights [n, d] of the students' own
+    head over ``tokens``, trained with them; None: the model's head.
     """
     kl, agree, confidence, overlap = _ChunkedKL.apply(students, teacher, head, tokens, own)
     return Distilled(kl, agree, confidence, overlap)

@@ -15,11 +15,13 @@ from multirate.model.noise import Noise
 
 @dataclass(frozen=True)
 class DraftHead:
-    """What a stream's output is read with. ``token_map``: each output's id, int64
-    [vocab]; None: itself. ``norm``: of the norm before it, [hidden]; None: the model's.
-    ``tokens``: the ids themselves, [vocab], where there is a map. ``exact``: what
-    ``linear`` is a narrow copy of, bf16 [vocab, hidden], which has the last word on the likeliest
-    tokens; None: nothing has.
+    """The head that reads a draft branch's output.
+
+    token_map: each output's token id, int64 [vocab]; None: the same.
+    norm: weights of the norm before it, [hidden]; None: the model's.
+    tokens: the ids, [vocab], if there is a map.
+    exact: the weights that ``linear`` is a quantised copy of, bf16 [vocab, hidden], which rescore
+        the likeliest tokens; None: no rescoring.
     """
 
     linear: abi.CData

@@ -1,15 +1,17 @@
-"""The draft tree of one sequence, grown from a trained branch, best-first in each level. [ours]
+"""The draft tree of one sequence, while it grows from a trained draft branch, best-first within
+each level. [ours]
 
-A node's *path probability* is the branch's estimate that verification reaches it: the product of
-the draft probabilities on its path. A node is worth adding while that exceeds its cost relative to
-a token: `draft_threshold` for a node to draft from (one more level), `verify_threshold` for a leaf
-(one more verified row). Both rise with the number of nodes if rows differ in cost.
+A node's *path probability* is the draft branch's estimate that verification reaches it: the product
+of the draft probabilities on its path. A node is worth its cost while its path probability exceeds
+that cost, in tokens: `draft_threshold` for a node that is itself drafted from (one more level),
+`verify_threshold` for a leaf (one more verified row). Both rise with the number of nodes if rows do
+not all cost the same.
 
-A tree that is a chain so far may end in a continuation: what followed the same tokens earlier in
-the text. Its nodes are a chain of leaves, which cost rows but no levels.
+A tree that is still a chain may end in a continuation: what followed the same tokens earlier in the
+text. Its nodes are leaves below one another; they cost rows but no levels.
 
-A trusted token (dynamic mode) is accepted where it is reached. So it is an only child, has its
-parent's path probability, and counts neither as a level nor as a node of the limits.
+A token that is accepted unverified (dynamic mode) is its parent's only child and has its parent's
+path probability. It counts neither as a level nor as a node of the limits.
 """
 
 from __future__ import annotations
@@ -33,20 +35,20 @@ class _Candidate(NamedTuple):
 
 @dataclass
 class DraftTree:
-    """Nodes 1..n below node 0, the last token, in the order they were drafted from; leaves are
-    added by `finish`.
+    """Nodes 1..n below node 0, the last token, in the order they were drafted from; `finish` adds
+    the leaves.
 
-    depth_limit: levels of the branch's own nodes, without trusted ones.
-    deepest: the greatest depth of any node, at least depth_limit.
-    nodes: at most so many, and the trusted ones on top; None: as many as there are thresholds,
-        which is the limit in any case.
-    min_probability: a less probable node is not drafted from.
-    drafted: nodes that the branch drafted from.
-    continued: nodes of a continuation, numbered after these; matched: the length of its match.
-    calibrated: from the branch's confidence in a token to the expected acceptance; None: the same.
-    confidence: the branch's in every node, −1 for a continuation's.
-    best: the branch's best token after the last one, and its confidence.
-    trusted: nodes accepted without verification.
+    depth_limit: levels of the draft branch's own nodes, without tokens accepted unverified.
+    deepest: maximum depth of any node, at least depth_limit.
+    nodes: maximum number of nodes, without tokens accepted unverified; None: the number of
+        thresholds, which is a limit in any case.
+    min_probability: a node with less confidence is not drafted from.
+    drafted: nodes that the draft branch drafted from.
+    continued: further nodes, from text lookup; matched: their match length.
+    calibrated: maps the draft branch's confidence to the expected acceptance rate; None: unchanged.
+    confidence: the draft branch's, for every node; −1 for continuations.
+    best: the draft branch's best token after the last one, and its confidence.
+    trusted: nodes that are accepted unverified.
     """
 
     depth_limit: int
@@ -107,14 +109,14 @@ class DraftTree:
         first: int = 0,
         trusted: Sequence[bool] = (),
     ) -> list[int]:
-        """Candidates below the frontier nodes, given their top tokens and probabilities → the nodes
-        to draft from next.
+        """Adds candidates below the frontier nodes, given their top tokens and probabilities;
+        returns the nodes to draft from next.
 
-        draft_threshold, verify_threshold [nodes]: least path probability of the n-th node, not
-        falling. At most `width` candidates of at least `draft_threshold` become nodes; the
-        others of at least the first of `verify_threshold` wait as leaves. Each node's candidates
-        before `first` are passed over. trusted: of each frontier node, whether its best candidate
-        is, which is then the only one; empty: none is.
+        draft_threshold, verify_threshold [nodes]: minimum path probability of the n-th node, not
+        falling. At most `width` candidates of at least `draft_threshold` become nodes; others of at
+        least the first `verify_threshold` wait as leaves. Each node's candidates before `first` are
+        skipped. trusted: for each frontier node, whether its best candidate is accepted unverified
+        and is then the only one; empty: none is.
         """
         if not self.tokens or self.continued == len(self.tokens):
             self.best = (ids[0][0], probs[0][0])
@@ -154,7 +156,7 @@ class DraftTree:
 
     @property
     def trusts_best(self) -> bool:
-        """Whether the stream's best token after the last one is trusted."""
+        """Whether the draft branch's best token after the last one is accepted unverified."""
         return any(self.parents[node - 1] == 0 for node in self.trusted)
 
     def worth(self, confidence: float) -> float:
@@ -177,11 +179,12 @@ class DraftTree:
         agrees: bool = True,
         trusted: bool = False,
     ) -> int:
-        """How many of `proposed` tokens below the last node of this chain make a better draft than
-        going on with the stream. own: the probability of its best token. agrees: that this is the
-        continuation's first. trusted: that its best token is. csrc/ngram.c, worth_continuing.
+        """How many of the `proposed` tokens below the last node of this chain make a better draft
+        than continuing with the draft branch. As csrc/ngram.c, worth_continuing.
 
-        Better: the sum over the nodes of each way of path probability less price is larger.
+        own: the probability of the draft branch's best token. agrees: whether this is the
+        continuation's first. trusted: whether it is accepted unverified. Better means that the sum
+        of path probability minus price over its nodes is larger.
         """
         if trusted and not agrees:
             return 0  # nothing else can follow
@@ -225,7 +228,9 @@ class DraftTree:
     def continue_with(
         self, continuation: Sequence[int], matched: int, trusted: bool = False
     ) -> None:
-        """The chain ends in these tokens, of which the first may be the stream's trusted one."""
+        """Ends the chain in these tokens; the first may be the draft branch's own, accepted
+        unverified.
+        """
         for i, token in enumerate(continuation):
             self.add(len(self.tokens), token, 0.0, trusted=trusted and not i)
         self.continued, self.matched = len(continuation), matched

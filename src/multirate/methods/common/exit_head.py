@@ -1,7 +1,7 @@
-"""The LM head as it is applied at an exit: whole, or over fewer tokens.
+"""The LM head at an early exit: whole, or reduced to fewer tokens.
 
-With a vocabulary of 49,152 and a width of 576 the head reads as much as eight layers: a method that
-looks at logits at every exit would pay more for looking than leaving saves. [ours]
+With a vocabulary of 49,152 and a width of 576 the head reads as much memory as eight layers, so a
+method that computes logits at every exit would lose more time than early exit saves. [ours]
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
 
 
 class ExitHead:
-    """tokens int64 [n], increasing: those that can be said at an exit; None: all, by the model's
-    own head. weights: how the native kernel packs a reduced one.
+    """tokens: int64 [n], increasing: the tokens that an exit can choose; None: all, with the
+    model's own head. weights: how the native kernel packs a reduced head.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ExitHead:
         return every if self._tokens is None else every[:, self._tokens]
 
     def widened(self, logits: Tensor) -> Tensor:
-        """This head's logits as the whole vocabulary's [n, V], −inf for tokens it cannot say."""
+        """This head's logits as the whole vocabulary's [n, V]; −inf for tokens outside the head."""
         if self._tokens is None:
             return logits
         shape = len(logits), self._decoder.info.vocab_size

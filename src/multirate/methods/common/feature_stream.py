@@ -1,5 +1,5 @@
-"""A decoder layer that drafts from a token's embedding and what is carried of the token before: the
-target model's features where it was verified, the layer's own output while drafting (EAGLE).
+"""A decoder layer that drafts from a token's embedding and the previous token's feature: the target
+model's for verified tokens, the layer's own output while drafting (EAGLE).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FeatureStream(nn.Module, ABC):
 
     @abstractmethod
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
-        """What outputs p [n, d] say: float32 [n, V], −inf outside draft_tokens."""
+        """Logits of outputs p [n, d]: float32 [n, V], −inf outside draft_tokens."""
 
     def forward(
         self, embedded: Tensor, carried: Tensor, earlier: Sequence[KeysValues] = ()

@@ -1,8 +1,8 @@
-"""A drafter joined to the text: what followed the end of the text is drafted where it was the same
-for long enough, else what the drafter says [SAM-Decoding, Hu et al. 2024: `len_threshold`].
+"""Combines a drafter with text lookup: after a match of sufficient length the text's continuation
+is the draft, otherwise the drafter drafts [SAM-Decoding, Hu et al. 2024: `len_threshold`].
 
-For drafters whose drafts come from outside the model. Those that grow from a trained stream weigh
-the two in one tree instead (stream_drafter.py).
+For drafters whose drafts come from outside the model. Trained draft branches weigh both in one tree
+instead (stream_drafter.py).
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class JoinedConfig(StagedTextConfig):
 
 
 class JoinedDrafter(WrappedDrafter):
-    """Asks `drafter` where the text's match is shorter than `lookup_least`.
+    """Uses `drafter` if the text's match is shorter than `lookup_least`.
 
-    The drafter hears of every verified step, of those with the text's draft, too (`accept`), and
-    keeps what it needs of them.
+    The drafter receives every verified step, including those that looked up their draft (`accept`),
+    and keeps what it needs.
     """
 
     def __init__(self, drafter: Drafter, config: JoinedConfig, decoder: Decoder) -> None:
@@ -132,8 +132,8 @@ class JoinedDrafter(WrappedDrafter):
         super().settle(seq, verified)
 
     def _drafts(self, matched: int) -> bool:
-        """Whether a match that is told as this is drafted from; one in other texts has to be twice
-        as long.
+        """Whether to draft from a match with this number; matches in other texts must be twice as
+        long.
         """
         least = self._least_ahead if self.ahead else self._least
         there = self._lookup.in_given(matched)

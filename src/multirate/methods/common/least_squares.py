@@ -15,7 +15,7 @@ ROWS_PER_INPUT = 32
 
 
 class LeastSquares:
-    """The matrix that best tells `outputs` numbers from `inputs` of them."""
+    """The matrix that best predicts `outputs` numbers from `inputs` numbers."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         self.squares = torch.zeros(inputs, inputs, dtype=torch.float32, device="cpu")

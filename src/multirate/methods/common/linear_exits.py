@@ -60,8 +60,8 @@ class LinearExits(ExitMaps):
 def start_from_least_squares(
     teacher: Teacher, exits: LinearExits, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """Every map starts as the one that best tells the direction of h_L, over the response rows of
-    ``batches`` of (ids, mask, known). [ours]
+    """Initialises every map by least squares: the linear map that best predicts the direction of
+    h_L, over the response rows of ``batches`` of (ids, mask, known). [ours]
     """
     d = teacher.shape.hidden_size
     fits = {exit: LeastSquares(d, d) for exit in exits.exits}

@@ -21,14 +21,14 @@ _LONGEST = {"ngram": 4, "sam": 8}
 
 @dataclass(frozen=True)
 class Lookup:
-    """How the text is looked up. longest: the longest match in it that is told, 0: it is not looked
-    up; automaton: longer ones are found, too, and told as this long. given: other texts that are
-    looked up beside it.
-    """
+    """How the text is looked up."""
 
     longest: int
+    """Maximum match length in the text itself; 0: no lookup."""
     automaton: bool = False
+    """Whether longer matches are found as well, and reported with this length."""
     given: GivenTexts | None = None
+    """Other texts to search as well."""
 
     @staticmethod
     def of(setting: int | LookupName, texts: str | None, decoder: Decoder) -> Lookup:
@@ -50,17 +50,17 @@ class Lookup:
 
     @property
     def told(self) -> int:
-        """The largest number that a match is told as: see WithGivenTexts."""
+        """The largest match number (see WithGivenTexts)."""
         return self.longest if self.given is None else self.longest + GIVEN_LONGEST
 
     def in_given(self, told: int) -> int:
-        """How many tokens a match in given texts has that is told as this; 0: it is the text's
-        own.
+        """Match length, in tokens, in other texts for this match number; 0: the match is in the
+        text itself.
         """
         return max(told - self.longest, 0)
 
     def in_own(self, told: int) -> int:
-        """The same of a match in the text itself; 0: it is in given texts."""
+        """The same for a match in the text itself; 0: it is in other texts."""
         return 0 if self.in_given(told) else told
 
     def source(self) -> TextSource:

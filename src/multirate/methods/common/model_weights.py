@@ -47,10 +47,10 @@ class DepthDecodeConfig(MethodConfig):
 
 
 class NarrowStep(Step):
-    """Steps whose passes are another decoder's, `narrow`: the session's with weights in 8 bits.
+    """A step whose passes run on another decoder, `narrow`: the session's with 8-bit weights.
 
-    step: made for `narrow`. reads_prompts: whether `narrow` reads them, too; else the session's own
-    decoder does, and what tokens read of them is exact, what they leave for later ones is not.
+    step: made for `narrow`. reads_prompts: whether `narrow` reads the prompts as well. Otherwise
+    the session's decoder reads them, and only the K/V of the prompts are exact.
     """
 
     lossless = False

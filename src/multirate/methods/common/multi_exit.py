@@ -1,5 +1,5 @@
-"""Exits that are trained to say what the last layer says: objective and depth policy of the methods
-that put something small between the residual at an exit and the shared head.
+"""Exits that are trained to predict the last layer's token: objective and depth policy of the
+methods that put a small module between the residual at an exit and the shared head.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ Weighing = Literal["equal", "by_depth"]
 
 
 class ExitMaps(nn.Module):
-    """What reads a residual at an exit, in training and in torch; the base is frozen.
+    """The trained modules that prepare a residual at an exit, for training and in torch; the base
+    is frozen.
 
-    exits: layers after which there is one, rising. draft_tokens: int64 ids of a reduced head's
+    exits: layers after which there is one, increasing. draft_tokens: int64 ids of a reduced head's
     rows, increasing; None: the full head.
     """
 
@@ -84,7 +85,7 @@ class MultiExitObjective(Objective):
         return loss, Report(self.terms, result, float(loss.detach()))
 
     def beside(self, said: Tensor, final: Tensor) -> Tensor | float:
-        """What a method adds to the loss. said [exits, N, d]: what the maps give; final [N, d]:
+        """An additional loss of the method. said [exits, N, d]: the maps' outputs; final [N, d]:
         h_L.
         """
         return 0.0
@@ -101,8 +102,8 @@ class MultiExitObjective(Objective):
 
 
 class MultiExits(ScoredExits):
-    """A token leaves at the first exit where the top-1 probability of what its map gives is at
-    least the threshold there, one for each exit; None: never.
+    """A token leaves at the first exit where the top-1 probability after its map is at least that
+    exit's threshold; None: never there.
 
     maps(exit, residuals [n, d]) → what the head reads [n, d].
     """

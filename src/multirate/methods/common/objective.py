@@ -1,6 +1,4 @@
-"""What a training objective reports beside its loss, and how reports add up over batches and
-processes.
-"""
+"""Reports of a training objective, and how they add up over batches and processes."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from multirate.methods.common.distillation import Distilled, simulated_tokens_pe
 from multirate.methods.common.teacher import Known
 
 BINS = 200
-"""Score histogram bins for AUC and calibration: sums over batches and processes stay exact and
-small.
+"""Histogram bins of scores for AUC and calibration error, so that sums over batches and processes
+stay exact and small.
 """
 
 
@@ -30,8 +28,8 @@ class Term(NamedTuple):
 
 @dataclass
 class Report:
-    """One batch, already detached. ``arla`` [K, N]: the probability of agreement by what is trained
-    to tell (ARLA, a rival's classifier), where that exists.
+    """One batch, detached. ``arla`` [K, N]: predicted probabilities of agreement (ARLA, or a
+    baseline's classifier), if there are any.
     """
 
     terms: list[Term]
@@ -67,28 +65,28 @@ class Report:
 class Objective(nn.Module):
     """What training minimises: (ids int64 [B, T], mask bool [B, T]) → (loss, Report).
 
-    mask is true where a row's *next* token is a response token. A third argument, `known`, is what
-    the base says to these samples where that was kept (see `Teacher.slow`).
-
-    has_arla: whether reports carry such scores. predicts: what its terms are: drafts, whose
-    agreement tells how many tokens a verification would accept; exits, whose tokens nobody
-    verifies; or experts. has_early_exit: whether the base alone does something comparable at the
-    same places (`early_exit`).
+    mask is true where a row's *next* token is a response token. A third argument, `known`, is the
+    base's stored output for these samples, if any (see `Teacher.slow`).
     """
 
     has_arla: bool = False
+    """Whether reports have predicted probabilities of agreement."""
     predicts: Literal["drafts", "exits", "experts"] = "drafts"
+    """What its terms are: "drafts", whose agreement decides how many tokens a verification accepts;
+    "exits", whose tokens are not verified; or "experts".
+    """
     has_early_exit: bool = True
+    """Whether the base alone does something comparable at the same places (`early_exit`)."""
 
     @property
     def terms(self) -> list[Term]:
-        """What the loss is summed over, in the order of the report's students."""
+        """The terms of the loss, in the order of the report's students."""
         raise NotImplementedError
 
     def early_exit(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[list[Term], Distilled]:
-        """What the base alone does at the same places: what training must beat."""
+        """What the base alone achieves at the same places, which training must beat."""
         raise NotImplementedError
 
 

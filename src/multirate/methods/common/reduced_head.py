@@ -1,7 +1,7 @@
 """A reduced draft head: drafts choose among the tokens that answers use most. [ours]
 
-With a vocabulary of 49,152 the head is most of what a small model's draft reads and of what its
-training computes. A token outside is never drafted; the model itself still says it.
+With a vocabulary of 49,152 the head is most of what a small model's draft reads, and most of its
+training computation. A token outside is never drafted, but the model itself can still choose it.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def first_tokens(count: int | None) -> Tensor | None:
 def draft_logits(
     decoder: Decoder, draft_tokens: Tensor | None, p: Tensor, own: nn.Linear | None = None
 ) -> Tensor:
-    """What residuals p [n, d] say when a draft is read from them: float32 [n, V], −inf outside a
-    reduced draft head's draft_tokens. own: a head of the draft's own over these; None: the model's.
+    """Draft logits of residuals p [n, d]: float32 [n, V], −inf outside a reduced draft head's
+    draft_tokens. own: the draft branch's own head over these tokens; None: the model's.
     """
     if own is None:
         return limited_to(draft_tokens, decoder.logits(p))

@@ -1,8 +1,9 @@
-"""Two-stage verification (stages.py) for drafters that return drafts and have no fused rounds.
+"""Two-stage verification (stages.py) for drafters that return drafts and do not run steps of their
+own.
 
-During rounds of the quantised copy, the sampler's text and the cache hold the copy's tokens as if
-they had been emitted, so the drafter notices no difference. Both are cut back before the
-full-precision weights verify.
+While the quantised copy's steps run, the sampler's text and the cache contain their tokens as if
+emitted, so the drafter sees no difference. Both are cut back before the full-precision weights
+verify.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _MEASURING_SECONDS = 0.1
 def in_stages(
     drafter: Drafter, decoder: Decoder, config: StagedConfig, stages: bool = True
 ) -> Drafter:
-    """`drafter` with two-stage verification, if the settings ask for it and `decoder` can have a
-    quantised copy; otherwise `drafter` itself, as with stages=False.
+    """`drafter` with two-stage verification as the settings ask, if `decoder` can have a quantised
+    copy; otherwise, or if the settings turn it off, `drafter` itself.
     """
     stages = stages and config.staged > 0 and drafter.max_nodes <= MAX_NODES
     if stages and narrow_weights(decoder):
@@ -42,11 +43,11 @@ def in_stages(
 
 
 class StagedDrafter(WrappedDrafter):
-    """Verifies `drafter`'s drafts with the quantised copy, then the copy's tokens with the
-    full-precision weights.
+    """Verifies `drafter`'s drafts with the quantised copy, and its tokens with the full-precision
+    weights.
 
-    The length of drafts follows from their acceptance in the copy's rounds and from NARROW_COSTS;
-    only the time that drafting takes is measured. Drafts from the text (JoinedDrafter) are not cut.
+    How far to draft depends on what drafts brought and on NARROW_COSTS; only drafting time is
+    measured. Looked-up drafts (JoinedDrafter) are used as they are.
     """
 
     def __init__(self, drafter: Drafter, decoder: NativeDecoder, config: StagedConfig) -> None:
@@ -134,7 +135,9 @@ class StagedDrafter(WrappedDrafter):
         self._cache.truncate(seq, committed)
 
     def _draft_behind(self, seq: int, most: int) -> Behind:
-        """As `Stages.run` asks for it; of the drafter where the last step ahead asked it, too."""
+        """The tail draft that `Stages.run` asks for; from the drafter only if the last pre-verified
+        step used it as well.
+        """
         (matched,) = self.matched([seq])
         if not (matched or self._draws):
             return NOTHING
@@ -146,7 +149,7 @@ class StagedDrafter(WrappedDrafter):
         return draft.tokens, draft.parents
 
     def _run_ahead(self, seq: int, limit: int, wanted: int) -> list[FusedStep]:
-        """A step that the narrow copy verifies."""
+        """One step that the quantised copy verifies."""
         assert self._ahead is not None
         narrow, controller = self._ahead
         begin = time.perf_counter()
@@ -185,7 +188,7 @@ class StagedDrafter(WrappedDrafter):
         return [FusedStep(done.tokens, len(draft.tokens), levels)]
 
     def _verify(self, seq: int, ahead: Sequence[int], behind: Behind) -> FusedStep:
-        """The model's own weights verify the tokens ahead, and a draft behind them."""
+        """Verifies the pre-verified tokens and a tail draft with the full-precision weights."""
         drafted, parents = with_behind(ahead, behind)
         tokens = [self._sampler.tokens[seq][-1], *drafted]
         done = self._decoder.verify_draft(self._cache, seq, tokens, parents, self._noise(seq))

@@ -1,10 +1,9 @@
-"""Two-stage verification (staged speculative decoding [Spector and Ré 2023]).
+"""Two-stage verification (staged speculative decoding) [Spector and Ré 2023]: a quantised copy of
+the model verifies the drafts of several steps, then the full-precision weights verify all tokens of
+these steps in one pass.
 
-First, the quantised copy of the model verifies drafts, round after round. Then one pass of the
-full-precision weights verifies all tokens of these rounds, and a tail draft behind them.
-
-Lossless: the full-precision weights decide every committed token and compute its keys and values.
-The quantised copy reads a third to two thirds of the bytes and is usually right.
+Lossless: the full-precision weights decide every committed token and its keys and values, whatever
+drafted it. The quantised copy reads a third to two thirds of the bytes, and is nearly always right.
 """
 
 from __future__ import annotations
@@ -18,17 +17,17 @@ from multirate.model.decoder import Decoder
 from multirate.model.native.decoder import NativeDecoder, narrow_weights
 
 Continuation = Callable[[int], tuple[list[int], int]]
-"""most → at most so many tokens that followed the end of the text earlier in it, and the length of
-the match; 0: no match, or one in other texts.
+"""most → at most `most` tokens that followed where the text's end occurred before, and the match
+length; 0: no match, or one in other texts.
 """
 Behind = tuple[Sequence[int], Sequence[int]]
 """A tail draft: the tokens of its nodes and their parents; 0 is the last token before it."""
 NOTHING: Behind = (), ()
 LEAST_BEHIND = 2
-"""The least number of nodes of a tail draft; with fewer, the quantised copy continues."""
+"""Minimum number of nodes in a tail draft; with fewer, the quantised copy continues."""
 _PAYS = 300
-"""Tokens after which the quantised copy is made. Making it takes about as long as it saves on so
-many tokens (SmolLM2-135M: a quarter of a second), and the process may end before.
+"""Tokens after which the quantised copy is made. Making it takes about as long as it saves over
+this many tokens (SmolLM2-135M: a quarter of a second), and a process may end before.
 """
 
 
@@ -40,13 +39,11 @@ def with_behind(tokens: Sequence[int], behind: Behind) -> tuple[list[int], list[
 
 
 class Stages:
-    """Decides whether a drafter uses two-stage verification, and runs its steps.
+    """Decides whether a drafter's steps use two-stage verification, and runs them.
 
-    It is used for generations of one sequence whose tokens are an argmax of logits, or of logits
-    and noise, on the native kernel, if the processor multiplies bytes.
-
-    config: None or `staged` = 0: never.
-    tokens: the most that one pass of the full-precision weights verifies.
+    config: None, or `staged` 0: never. Otherwise in generations of one sequence whose tokens are
+    chosen by argmax, of logits or of logits and noise, on the native kernel and a processor with
+    byte multiplication. tokens: maximum number in a pass of the full-precision weights.
     """
 
     def __init__(self, decoder: Decoder, config: StagedConfig | None) -> None:
@@ -60,16 +57,18 @@ class Stages:
         self._sampler: Sampler | None = None
 
     def is_direct(self, matched: int) -> bool:
-        """Whether what follows a match of this length skips the quantised copy."""
+        """Whether the full-precision weights verify directly what follows a match of this
+        length.
+        """
         return 0 < self.direct_match <= matched
 
     def prepare(self) -> None:
-        """Makes the quantised copy now."""
+        """Makes the quantised copy now, not only after a number of tokens."""
         if self._decoder is not None:
             self._decoder.narrow()
 
     def begin(self, sampler: Sampler) -> bool:
-        """A generation begins. Returns whether it uses two-stage verification."""
+        """Starts a generation; returns whether its steps use two-stage verification."""
         decoder, before = self._decoder, self._sampler
         if decoder is None:
             return False
@@ -89,16 +88,16 @@ class Stages:
         ends: Sequence[int],
         continuation: Continuation | None = None,
     ) -> FusedStep:
-        """One step: rounds of the quantised copy, then a pass of the full-precision weights.
+        """A step with two-stage verification.
 
         limit: as in `Drafter.draft`.
-        run(most, wanted): rounds that each emit at most `most` + 1 tokens, any number of them until
-            `wanted` tokens are emitted.
-        settle: verifies the rounds' first tokens and a tail draft, at most `tokens` in all, with
-            the full-precision weights.
-        draft: a tail draft of at most so many nodes.
+        run(room, wanted): runs steps that the quantised copy verifies. They emit at most room + 1
+            tokens, as many steps as needed until they have emitted `wanted`.
+        settle: verifies the first of these tokens, and a tail draft, at most `tokens` together,
+            with the full-precision weights.
+        draft: makes a tail draft with at most this many nodes.
         ends: as in `Drafter`.
-        continuation: looks up the end of the text; None: no lookup.
+        continuation: text lookup after the tokens that the text ends in; None: no lookup.
         """
         most, tokens = min(self.tokens, limit), list[int]()
         # one token less is enough: the last would be a round without a draft

@@ -1,12 +1,12 @@
-"""Drafts of a trained stream: trees of its likeliest tokens, ended by what the text said before,
-lossless by verification.
+"""Drafts of a trained draft branch: trees of its likeliest tokens, which text lookup may end;
+verification makes them lossless.
 
-A step: the stream's rows of the last token and of the tokens accepted since the last draft run with
-their *true* carried residuals (the latter only refresh the K/V of the stream's own layer); every
-further level runs the new nodes with the stream's own output as carried residual. Where the stream
-begins in the model's first layers, the slow rows of all nodes go through these in the same calls,
-and verification starts after them (docs/methods/m2r2.md, point 7). What the stream is, its runner
-knows (draft_runner.py).
+In a step, the draft branch's rows of the last token and of the tokens accepted since the last draft
+run with their *true* carried residuals; the latter only backfill the K/V of the branch's own layer.
+Every further level runs the new nodes with the branch's own output as carried residual. If the
+branch starts in the model's first layers, all nodes' slow rows go through these in the same calls,
+and verification starts after them (docs/methods/m2r2.md). The runner knows what kind of branch it
+is (draft_runner.py).
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class StreamDrafter(Drafter):
     def _new_estimates(
         self, costs: StepCosts | None, expected: Sequence[float] = ()
     ) -> StreamEstimates:
-        """costs: by which drafts grow, whatever the clock says, where the settings leave thresholds
-        open; None: those are yet to be measured.
+        """costs: costs by which drafts grow, independent of the clock, where the settings leave
+        thresholds open; None: still to be measured.
         """
         made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
         if costs is not None and self._prices:
@@ -314,7 +314,7 @@ class StreamDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """Prompts are read by the block when the stream drafts first: what it will see of them."""
+        """The block reads what it will see of the prompts only before the first draft."""
         window = self.runner.window
         for seq, prompt, final, inner in zip(seqs, prompts, hidden_final, taps, strict=True):
             unseen = 0 if window is None else max(0, len(final) - window - 1)
@@ -391,7 +391,7 @@ class StreamDrafter(Drafter):
         )
 
     def _choose(self, seqs: Sequence[int], limits: Sequence[int], behind: int) -> Plan:
-        """A step of sequences with the same estimates begins: what it drafts with, and the
+        """Starts a step of sequences with the same estimates: what it drafts with, and the
         thresholds.
         """
         known = self._estimates(seqs[0])
@@ -463,8 +463,8 @@ class StreamDrafter(Drafter):
         return done
 
     def _run_on(self, seq: int, limit: int, tokens: int | None = None) -> list[FusedStep]:
-        """Steps that the narrow copy verifies: one that is chosen and learned from, and those that
-        follow it, which go by what is known then. limit: as of `draft`. tokens: as Following's;
+        """Steps that the quantised copy verifies: a first one that is chosen and learned from, and
+        those that follow it with the same estimates. limit: as in `draft`. tokens: as Following's;
         None: `limit`.
         """
         assert self._fused is not None
@@ -511,7 +511,7 @@ class StreamDrafter(Drafter):
         return known.by_match
 
     def _continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        """As `Stages.run` is told of it."""
+        """The text lookup that `Stages.run` uses."""
         assert self._fused is not None
         tokens, matched = self._fused[seq].look_up(most)
         return tokens, self._lookup.in_own(matched)
@@ -522,7 +522,9 @@ class StreamDrafter(Drafter):
         return [every] if self.lossless else [[i] for i in every]
 
     def _growth(self, seq: int, limit: int, copied: int | None) -> Growth:
-        """How a sequence's step drafts: with the stream, or (copied) so many tokens of the text."""
+        """How a sequence's step drafts: with the draft branch, or (copied) with this many tokens of
+        the text.
+        """
         known = self._estimates(seq)
         depth, deepest = 0, copied
         if copied is None:
@@ -569,7 +571,9 @@ class StreamDrafter(Drafter):
         self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
 
     def _note_read(self, seq: int, emitted: int) -> None:
-        """Steps of a call have ended, and emitted so many tokens that are yet to be committed."""
+        """Records the steps of a call, which emitted this many tokens that are still
+        uncommitted.
+        """
         assert self._cache is not None
         if seq == 0 and self._refresh:
             self._refreshed = self._cache.lengths[0] + emitted - self.behind([0])

@@ -1,6 +1,5 @@
-"""What the drafts of a trained stream go by, learned as decoding goes on: how often the text's
-continuations and the stream's tokens are accepted, and what a node must promise to be worth its
-time.
+"""Estimates that guide a trained draft branch, learned while decoding: how often text lookup and
+the branch's own tokens are accepted, and the minimum path probability of a node.
 """
 
 from __future__ import annotations
@@ -52,10 +51,11 @@ NO_MATCH = Match([], 0)
 
 @dataclass
 class StreamEstimates:
-    """draft_threshold, verify_threshold: [nodes], of the step under way. controller: sets those
-    that the settings leave open, and chooses what to draft with; None: both are set, or costs are
-    yet to be measured. calibration: what the stream's confidence has been worth; None as the
-    controller. by_match: int32, as DraftLengthController.by_match, of so many calls.
+    """draft_threshold, verify_threshold: [nodes], of the current step.
+    controller: sets thresholds that the settings leave open, and chooses what to draft with; None:
+        both are set, or costs are still to be measured.
+    calibration: maps the branch's confidence to acceptance; None as for the controller.
+    by_match: int32, as DraftLengthController.by_match, for this many calls.
     """
 
     continuations: ContinuationRates

@@ -77,8 +77,8 @@ def head_of(parts: ModelParts) -> Head:
 
 
 class Teacher:
-    """A frozen causal LM of transformers. Not an ``nn.Module``: its weights are never parameters of
-    what is trained.
+    """A frozen causal LM of transformers. Not an ``nn.Module``, so that its weights never count as
+    trained parameters.
     """
 
     def __init__(self, model: Any) -> None:

@@ -28,12 +28,10 @@ from multirate.model.native.cache import NativeKVCache
 
 
 class TextDrafter(Drafter):
-    """Proposes what followed the last earlier occurrence of the end of the text, at most `tokens`.
+    """Drafts what followed where the end of the text occurred before, at most `tokens` tokens.
 
-    length(matched, ahead): how many of these to propose after a match of this length, in a round of
-        the quantised copy or not; None: all.
-
-    On the native decoder a whole round is one kernel call, as with M2R2 and Kangaroo.
+    length: how many to draft after a match of this length, with or without two-stage verification;
+    None: all. On the native decoder a step is one kernel call.
     """
 
     start = 0
@@ -145,7 +143,7 @@ class TextDrafter(Drafter):
         return [[step] for step in run_together(every, growths)]
 
     def _continuation(self, steps: FusedSteps, most: int) -> tuple[list[int], int]:
-        """As `Stages.run` is told of it."""
+        """The text lookup that `Stages.run` uses."""
         tokens, matched = steps.look_up(most)
         return tokens, self._lookup.in_own(matched)
 
@@ -155,7 +153,7 @@ class TextDrafter(Drafter):
         return tokens, range(len(tokens))
 
     def _run_on(self, steps: FusedSteps, limit: int, tokens: int) -> list[FusedStep]:
-        """Steps that the narrow copy verifies, until there are so many tokens."""
+        """Runs steps that the quantised copy verifies, until they have this many tokens."""
         following = Following(self._by_match, tokens, limit, ends=self.ends)
         return steps.run_ahead(self._growth(steps, limit), following)
 

@@ -48,8 +48,8 @@ class EagleObjective(FeatureObjective):
 def start_from_least_squares(
     teacher: Teacher, layer: EagleLayer, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
-    """W starts as the linear map that best tells the direction of h_L from what it reads, over the
-    response rows of ``batches`` of (ids, mask, known). [ours]
+    """Initialises W by least squares: the linear map from its input that best predicts the
+    direction of h_L, over the response rows of ``batches`` of (ids, mask, known). [ours]
     """
     d = teacher.shape.hidden_size
     fit = LeastSquares(2 * d, d)

@@ -36,8 +36,8 @@ def _home() -> Path:
 
 
 def check_text(text: str, where: str) -> str:
-    """The text, once it is known that UTF-8 can say it. Bytes of the command line that are not
-    UTF-8 reach Python as surrogates, which no tokenizer takes. Raises UserError, begun by `where`.
+    """The text, after a check that UTF-8 can encode it. Command-line bytes that are not UTF-8 reach
+    Python as surrogates, which no tokenizer accepts. Raises UserError, starting with `where`.
     """
     try:
         text.encode()
@@ -59,7 +59,7 @@ def decoded(content: bytes, where: str | Path) -> str:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """A file's content. Raises UserError when it cannot be read."""
+    """A file's content. Raises UserError if it cannot be read."""
     try:
         return Path(path).read_bytes()
     except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
@@ -68,14 +68,14 @@ def read_bytes(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path) -> str:
-    """A file's text, as `decoded` makes it. Raises UserError when it cannot be read."""
+    """A file's text, as `decoded` returns it. Raises UserError if it cannot be read."""
     return decoded(read_bytes(path), path)
 
 
 def parse_json(content: str | bytes, where: str | Path) -> Any:
-    """What JSON says, whoever wrote it. Raises UserError, begun by `where`, for what is not valid,
-    is nested too deeply, has a number of thousands of digits or half a character (a surrogate
-    alone, which no tokenizer takes).
+    """The value of a JSON text from any source. Raises UserError, starting with `where`, for text
+    that is not valid, is nested too deeply, has a number of thousands of digits or a lone
+    surrogate, which no tokenizer accepts.
     """
     try:
         if isinstance(content, str):
@@ -101,8 +101,8 @@ def parse_json(content: str | bytes, where: str | Path) -> Any:
 
 
 def read_json(path: Path, most: int = 1 << 20) -> Any:
-    """What a small file of JSON says; None: there is no such file. UserError for one that cannot be
-    read, or that has more than `most` bytes: it may come from anywhere.
+    """The value of a small JSON file from any source; None if there is no such file. Raises
+    UserError if it cannot be read or has more than `most` bytes.
     """
     try:
         with path.open("rb") as file:
@@ -143,7 +143,9 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:
-    """As `replace_file`, text as UTF-8. Raises UserError when it cannot be written."""
+    """Writes a file with `replace_file`, text as UTF-8. Raises UserError if it cannot be
+    written.
+    """
     # A file name that is not UTF-8 may be part of the text.
     content = data.encode(errors="backslashreplace") if isinstance(data, str) else data
     try:
@@ -154,7 +156,7 @@ def write_atomically(path: str | Path, data: bytes | str) -> None:
 
 
 def write_json(path: str | Path, content: dict[str, Any]) -> None:
-    """Indented JSON; numbers that JSON does not have are refused."""
+    """Writes indented JSON; rejects numbers that JSON does not have."""
     write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n")
 
 

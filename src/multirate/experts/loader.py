@@ -54,9 +54,9 @@ def unreadable(store: ExpertStore, key: Key, why: str) -> UserError:
 class ExpertLoader:
     """Turns needs and predictions into reads, and finished reads into READY slots.
 
-    `close` (or leaving the `with`) ends the reading threads. A failed read raises in the compute
-    that needs its expert, as a UserError naming the file; a failed speculative read only counts as
-    an error.
+    `close` (or leaving the `with`) ends the reading threads. A failed read raises a UserError
+    naming the file in the computation that needs its expert; a failed speculative read only counts
+    as an error.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class ExpertLoader:
             self._submit(_Load(key, slot, True), 0)
 
     def wait(self, keys: Sequence[Key]) -> Slot:
-        """Holds the first of `keys` to be READY (all are demanded). Raises UserError when its read
-        failed.
+        """Waits until the first of `keys` is READY (all are requested), and holds it. Raises
+        UserError if its read failed.
         """
         while True:
             for key in keys:

@@ -58,11 +58,10 @@ def experts_on_disk(model: Any) -> OffloadedExperts | None:
 
 
 def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> Any:
-    """The causal LM in `folder`, in evaluation mode on `device`, its experts' parameters on the
-    meta device.
+    """The causal LM in `folder`, in evaluation mode on `device`, with its experts' parameters on
+    the meta device.
 
-    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint does not
-    have.
+    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint lacks.
     """
     config = AutoConfig.from_pretrained(folder)
     with Shards(folder) as shards:
@@ -121,7 +120,7 @@ def _experts_function(
 
 
 def _check_shapes(store: ExpertStore, layer: int, moe: MoEParts) -> None:
-    """UserError unless the store's records are the experts of this layer."""
+    """Raises UserError unless the store's records are the experts of this layer."""
     index, place = store.index, store.folder / INDEX
     for name, value in (("num_experts", moe.num_experts), ("top_k", moe.top_k)):
         if getattr(index, name) != value:
@@ -181,10 +180,10 @@ class OffloadedExperts:
         self._seen = (norm, arguments[0])
 
     def decoder(self, backend: str = "auto") -> Decoder:
-        """What runs the model: the native kernel where it can and the store is packed for it, else
-        its own layers.
+        """The decoder that runs the model: the native kernel if it can and the store is packed for
+        it, else the model's own layers.
 
-        UserError for a backend that cannot be used.
+        Raises UserError for a backend that cannot be used.
         """
         if backend not in BACKENDS:
             raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
@@ -228,9 +227,10 @@ class OffloadedExperts:
         return self.runtime
 
     def use_policy(self, policy: str = "aot", memory: str | int | None = None) -> ExpertRuntime:
-        """A new runtime by the name of a policy (named_policies.py) and a size such as "2GB".
+        """Starts a new runtime with the named policy (named_policies.py) and a memory size such as
+        "2GB".
 
-        Raises UserError for what is neither.
+        Raises UserError for an unknown policy or an invalid size.
         """
         self.policy, self.memory = policy, memory
         settings = ExpertSettings(parse_bytes(memory), policy_named(policy).eviction)
@@ -253,7 +253,7 @@ class OffloadedExperts:
         return AdaptivePredictor({name: one for name, one in inner.items() if one is not None})
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
-        """A predictor for this model by name. UserError for another."""
+        """A predictor for this model by name. Raises UserError for an unknown name."""
         rows, index = len(self._moe), self.store.index
         if isinstance(predictor, Predictor):
             return predictor

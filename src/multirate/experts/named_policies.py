@@ -58,11 +58,11 @@ POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 
 def policy_named(policy: str) -> Policy:
-    """What a policy consists of; "aot", ahead of time, is what is fastest here as measured: the
-    next layer's gate, the accelerated residual where a trained one was added, or no predictions
+    """The parts of a policy. "aot" (ahead of time) uses what measures fastest here: the next
+    layer's gate, the accelerated residual if a trained one was added, or no prediction
     (controller.py).
 
-    UserError for another name.
+    Raises UserError for an unknown name.
     """
     if policy == AHEAD_OF_TIME:
         return _BEST
@@ -72,8 +72,8 @@ def policy_named(policy: str) -> Policy:
 
 
 def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | None:
-    """2GB, 512MiB, 1.5g or a number of bytes → bytes (GB is 10⁹, GiB 2³⁰); None stays None.
-    UserError for the rest.
+    """2GB, 512MiB, 1.5g or a number of bytes → bytes (GB is 10⁹, GiB 2³⁰); None stays None. Raises
+    UserError for anything else.
     """
     if text is None or isinstance(text, int):
         return text

@@ -36,14 +36,15 @@ def pack(
     force: bool = False,
     layout: str = "auto",
 ) -> StoreIndex:
-    """Packs the experts of the checkpoint in folder `model` into the folder `out` → what was
+    """Packs the experts of the checkpoint in folder `model` into the folder `out`; returns what was
     packed.
 
-    on_expert(done, all) is called per expert. A finished store of the same revision is left as it
-    is; one of another is replaced only with `force`. layout: "module", "native" (as the kernel
-    reads weights: no copy while generating) or "auto", which is native for the families and sizes
-    that the kernel runs. Nothing half-written is ever named experts.bin. Raises UserError naming
-    file and reason.
+    on_expert(done, all): called for each expert.
+    force: replaces a finished store of another revision. One of the same revision is left as it is.
+    layout: "module", "native" (as the kernel reads weights, so that nothing is copied while
+        generating) or "auto": native for the families and sizes that the kernel runs.
+
+    An incomplete file is never named experts.bin. Raises UserError naming file and reason.
     """
     with explained(f"model {model}"), Shards(model) as shards:
         experts = ExpertTensors(shards)
@@ -217,7 +218,7 @@ class _Packer:
 
     def _resume(self) -> None:
         """Takes over the records of an interrupted packing of the same checkpoint. Raises UserError
-        for files of these names that are no packing's.
+        for files of these names that packing did not write.
         """
         saved = _object(self._out / _PROGRESS)
         same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
@@ -246,7 +247,9 @@ class _Packer:
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """What a JSON file of ours holds; None without the file. UserError for another one."""
+    """The content of one of our JSON files; None without the file. Raises UserError for anything
+    but an object.
+    """
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""The expert store: `experts.bin`, a record per (layer, expert), and `experts.json`, what is in it.
+"""The expert store: `experts.bin`, one record per (layer, expert), and `experts.json`, its index.
 
-Opening refuses what would give wrong tokens: a missing or truncated file, a wrong checksum, another
-model's experts.
+Opening rejects anything that would give wrong tokens: a missing or truncated file, a wrong
+checksum, another model's experts.
 """
 
 from __future__ import annotations
@@ -259,12 +259,11 @@ class ExpertStore:
         revision: str | None = None,
         on_bytes: Callable[[int, int], None] | None = None,
     ) -> ExpertStore:
-        """The store in `folder`, whole and unchanged, made from the checkpoint `revision` (None:
-        not checked).
+        """The intact store in `folder`, made from the checkpoint `revision` (None: not checked).
 
         Checksums are verified the first time and whenever the data file has changed since (size,
-        time or inode); on_bytes(done, all) tells how far that is. Raises UserError naming the file
-        and what is wrong with it.
+        time or inode); on_bytes(done, all) reports progress. Raises UserError naming the file and
+        what is wrong with it.
         """
         folder = Path(folder)
         place = folder / INDEX

@@ -1,5 +1,5 @@
-"""Which decoder runs a model: the packed kernel where it knows every part, else the model's own
-layers.
+"""Chooses the decoder that runs a model: the native kernel if it knows every part, else the model's
+own layers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def why_not_native(model: nn.Module) -> str | None:
 def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     """The decoder that runs `model`.
 
-    backend: "native" (packed weights, our kernel), "hf" (the model's own layers; on CUDA recorded
-    and replayed), or "auto", which takes native where that supports the model and says so where it
-    ought to but cannot. Raises UserError with the reason for a model or backend that cannot be
-    used.
+    backend: "native" (packed weights, the C kernel), "hf" (the model's own layers; CUDA graphs on a
+    GPU), or "auto": native if that supports the model. With "auto" a warning says if the kernel
+    should run the model but cannot. Raises UserError with the reason for a model or backend that
+    cannot be used.
     """
     if backend not in BACKENDS:
         raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")

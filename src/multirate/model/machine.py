@@ -11,7 +11,7 @@ import torch
 
 
 def cpu_name() -> str:
-    """The processor's marketing name, as far as the system tells it."""
+    """The processor's marketing name, if the system reports one."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -22,9 +22,9 @@ def cpu_name() -> str:
 
 
 def free_memory(system: Path = Path("/")) -> int | None:
-    """Bytes that a process may still take without others being pushed out: of the machine, and of
-    the control group (v2) that limits a container, where there is one. None: the system does not
-    tell. system: its root.
+    """Bytes that a process may still use without pushing others out: of the machine, and of the
+    control group (v2) that limits a container, if any. None: the system does not report it. system:
+    its root.
     """
     found = []
     try:

@@ -40,8 +40,10 @@ POOL = 32
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns of a chat, or plain text (``turns`` empty). said: the tokens of the assistant's turns,
-    where they are a model's own answers. where: the file and line it is from.
+    """Turns of a chat, or plain text (``turns`` empty).
+
+    said: the tokens of the assistant's turns, if they are a model's own answers. where: its file
+    and line.
     """
 
     turns: tuple[tuple[str, str], ...] = ()
@@ -204,9 +206,9 @@ def read_conversations(path: str | Path, answered: bool = True) -> list[Conversa
     """All samples of a ``.jsonl`` file (one object per line, blank lines ignored) or a ``.json``
     array.
 
-    answered: whether a record needs its answer, as training does; what is only asked needs none.
-    Raises UserError naming the file and line (or array element) of the first malformed record, or
-    an empty file.
+    answered: whether a record needs its answer (for training) or only its question. Raises
+    UserError naming the file and line (or array element) of the first malformed record, or an empty
+    file.
     """
     path = Path(path)
     content = read_text(path)
@@ -235,8 +237,8 @@ def read_conversations(path: str | Path, answered: bool = True) -> list[Conversa
 def render_prompt(
     tokenizer: Any, turns: Sequence[tuple[str, str]], where: str = "the prompt"
 ) -> str:
-    """The text that precedes the model's next answer, by the tokenizer's chat template or "role:
-    content" lines. Raises UserError, begun by `where`, for turns that the template refuses.
+    """The text before the model's next answer, by the tokenizer's chat template or as "role:
+    content" lines. Raises UserError, starting with `where`, for turns that the template rejects.
     """
     messages = [{"role": role, "content": content} for role, content in turns]
     if getattr(tokenizer, "chat_template", None):
@@ -356,9 +358,9 @@ def encode(
 def load_samples(
     paths: Sequence[str | Path], tokenizer: Any, max_length: int, vocabulary: int | None = None
 ) -> list[Sample]:
-    """Encoded samples of all files, in order; those without a response token to predict are
-    dropped, which is said. vocabulary: how many tokens the model has. Raises UserError where no
-    sample is left, and for a token that the model does not have.
+    """Encoded samples of all files, in order. Samples without a response token to predict are
+    dropped, with a warning. vocabulary: the model's number of tokens. Raises UserError if no sample
+    is left, and for a token that the model does not have.
     """
     if not paths:
         raise UserError("No data file was given; --data needs at least one JSONL or JSON file.")

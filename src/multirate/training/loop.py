@@ -145,8 +145,8 @@ def _name(model: Any) -> str:
 
 
 def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM and its tokenizer, by folder, hub id or embedded name. UserError when either
-    cannot be had.
+    """A causal LM and its tokenizer, by folder, hub id or short name. Raises UserError if it cannot
+    be loaded.
     """
     loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")
     return loaded.model, loaded.tokenizer
@@ -164,10 +164,8 @@ _KEPT = (
 
 
 def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs of an accelerator's training, the last one last, for the description of a run that
-    starts from it.
-    """
-    return [*training.get("before", []), {k: training[k] for k in _KEPT if k in training}]
+    """The runs that the model card lists, the latest one last."""
+    return [*training.get("before", []), {k: training[k] for k in _TOLD if k in training}]
 
 
 class _Run:
@@ -411,7 +409,7 @@ class _Run:
         return TrainResult(True, self.step, self.out, results)
 
     def _rates_before(self, state: dict[str, Any]) -> None:
-        """Higher learning rates that the run had until a step, told in the card."""
+        """Higher learning rates that the run had until a step, for the card."""
         self.rates, rate = list(state.get("rates", [])), state["identity"][PEAK]
         if rate == self.settings.lr:
             return
@@ -605,8 +603,8 @@ def evaluate(
     launcher: Launcher,
     known_of: Callable[[Batch], Known | None] = lambda _: None,
 ) -> dict[str, Any]:
-    """What a card's "results" hold, of ``objective`` (its modules in eval mode) over ``heldout``,
-    by all processes. known_of: what the base says to a batch, where that was kept.
+    """The "results" of a model card: ``objective`` (its modules in eval mode) over ``heldout``, by
+    all processes. known_of: the base's stored output for a batch, if any.
     """
     world, rank, device = launcher.num_processes, launcher.process_index, launcher.device
     plan = BatchPlan(heldout, tokens_per_batch, 0)

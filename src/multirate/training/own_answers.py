@@ -1,9 +1,8 @@
-"""Training text that the base model wrote itself: its greedy answers to questions.
-[ours]
+"""Training text that the base model wrote itself: its greedy answers to questions. [ours]
 
-A draft has to agree with what the model says, not with what a data set says. A record holds the
-text and the token ids that were said (own_tokens.py). The file is written one record at a time, so
-an interrupted run is continued by the same call.
+A draft must agree with what the model says, not with what a data set says. A record holds the text
+and its token ids (own_tokens.py). The file grows one record at a time, so the same call continues
+an interrupted run.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ Turns = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Questions:
-    """The user turns of one conversation, and the system turn before them, where it has one; where:
-    the file and line it is from.
+    """The user turns of one conversation, and the system turn before them, if any. where: its file
+    and line.
     """
 
     users: tuple[str, ...]
@@ -43,9 +42,9 @@ class Questions:
 
 
 def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -> list[Questions]:
-    """The questions of the data's conversations, in its order.
+    """The questions of the data's conversations, in order.
 
-    Equal ones (normalised text) come once. limit: at most so many, spread evenly over the data.
+    Duplicates (by normalised text) appear once. limit: maximum number, spread evenly over the data.
     Raises UserError for unusable data.
     """
     conversations = [c for f in data_files for c in read_conversations(f, answered=False)]
@@ -78,17 +77,22 @@ def answer_questions(
     sampling: SamplingSettings | None = None,
     stop_strings: Sequence[str] = (),
 ) -> int:
-    """Writes conversations to `out`, every user turn answered by the model after its own earlier
-    answers.
+    """Writes conversations to `out`: the model answers every user turn, given its own earlier
+    answers. Returns the number of records in the file.
 
     One {"instruction", "output"} line per conversation of one question, {"messages"} for several
-    and for those with a system turn, in the order of the questions; each with "said", the token ids
-    of every prompt and answer and why the answer ended. batch: sequences decoded at once.
-    progress(done, total). model: what tells it from others (its fingerprint). sampling: default
-    greedy. stop_strings: texts that end an answer, too. Returns the number of records in the file.
-    Questions that leave no room in the context are left out; later turns without room end their
-    conversation; both is said. Raises UserError for an `out` that is no file of this function's, or
-    was made from other questions, by another model or with another max_new_tokens.
+    and for those with a system turn, in the order of the questions. Each also has "said": the token
+    ids of every prompt and answer, and why the answer ended.
+
+    batch: sequences decoded at once.
+    progress(done, total): called after every answer.
+    model: identifies the model (its fingerprint).
+    sampling: default: greedy.
+    stop_strings: strings that end an answer as well.
+
+    Questions that leave no room in the context are skipped, and later turns without room end their
+    conversation; a warning reports both. Raises UserError for an `out` that this function did not
+    write, or that was made from other questions, by another model or with another max_new_tokens.
     """
     answerer = _Answerer(
         decoder,
@@ -241,8 +245,8 @@ _WHAT = "a record of this command"
 
 
 def look_for_records(path: str | Path) -> Records:
-    """What an `out` of answer_questions holds. Changes nothing. Raises UserError for a file that
-    does not begin as such a file does.
+    """The content of an `out` of answer_questions, unchanged. Raises UserError for a file with
+    another beginning.
     """
     beginning = beginning_of({MARK: ANSWERS})
     return look_at(Path(path), beginning, beginning, _WHAT)

@@ -1,9 +1,7 @@
-"""What a model said, as the token ids that it said: in the records of `multirate answers`, beside
-their text.
+"""The token ids of a model's answers, in the records of `multirate answers` beside their text.
 
-Text alone does not say it. A chat template adds an end to an answer that was cut off, puts thoughts
-before one or leaves them out of earlier ones, and text that is tokenised again can become other
-tokens.
+Text alone is not enough. A chat template adds an end to an answer that was cut off, puts thoughts
+before one or drops them from earlier ones, and tokenising text again can give other tokens.
 """
 
 from __future__ import annotations
@@ -57,8 +55,8 @@ def is_own(record: Any) -> bool:
 
 
 def read_said(record: dict[str, Any], where: str) -> tuple[Said, ...]:
-    """A record's answers, in the order of its assistant turns. Raises UserError for other values
-    than those that are written.
+    """A record's answers, in the order of its assistant turns. Raises UserError for values that
+    were not written by `multirate answers`.
     """
     found = record.get("said")
     if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):

@@ -1,4 +1,4 @@
-"""How often long work says where it is, and how it writes a duration. (No torch: commands import it
+"""How often long work reports progress, and how it writes a duration. (No torch: commands import it
 at start.)
 """
 

@@ -13,12 +13,11 @@ _CLEARLY = 1.2  # times as fast: fp32 is the more exact one
 
 
 def low_precision(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it faster than float32, which is then used.
+    """bfloat16 if the hardware multiplies it faster than float32, else float32.
 
-    A CPU is asked by multiplying, once per process (some hundredths of a second), as its
-    instructions do not tell. GFLOP/s measured in bf16 and fp32: 16 and 150 without such
-    instructions (they are emulated); 72 and 110 on a core of an Intel server whose AMX the virtual
-    machine hides.
+    A CPU is measured once per process (some hundredths of a second), because its instruction set
+    does not show it. GFLOP/s in bf16 and fp32: 16 and 150 without such instructions (they are
+    emulated); 72 and 110 on a core of an Intel server whose AMX the virtual machine hides.
     """
     if device.type == "cpu":
         return torch.bfloat16 if _bf16_is_faster() else torch.float32

@@ -97,5 +97,5 @@ class TrainProgress:
             self.console.print(line, soft_wrap=True, highlight=False)
 
     def due(self) -> bool:
-        """Whether nothing was said for SAY_EVERY seconds."""
+        """Whether the last report is SAY_EVERY seconds ago."""
         return time.monotonic() - self.said >= SAY_EVERY

@@ -1,6 +1,4 @@
-"""Which of a model's sampled questions are worth an answer, and which say again what another said.
-[ours]
-"""
+"""Which of a model's sampled questions are worth an answer, and which repeat another one. [ours]"""
 
 from __future__ import annotations
 
@@ -19,10 +17,10 @@ SHINGLE = 3
 
 
 class QuestionFilter:
-    """Takes questions one by one, each compared with those kept before it.
+    """Takes questions one by one and compares each with those kept before it.
 
-    same_opening: at most so many questions that begin with the same four words.
-    left_out: reason → how many, for the user.
+    same_opening: maximum number of questions that begin with the same four words. left_out: reason
+    → count, for the user.
     """
 
     def __init__(self, same_opening: int) -> None:

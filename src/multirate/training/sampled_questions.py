@@ -30,7 +30,9 @@ from multirate.training.record_file import Records, foreign, look_at
 ROUND = 256
 """Samples of one temperature, and what the yield is judged by."""
 LEAST_YIELD = 0.02
-"""A round that keeps less of its samples is the last: the model says nothing new."""
+"""A round that keeps less than this share of its samples is the last, because the model repeats
+itself.
+"""
 _PLACEHOLDER = "USERTEXT"
 
 
@@ -125,11 +127,11 @@ def sample_questions(
     batch: int = 16,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sampled:
-    """`count` different questions that the model asks itself, in the file `path` too.
+    """`count` different questions that the model asks itself; also written to the file `path`.
 
-    model: what tells it from others (its fingerprint); a file of another model or of other settings
-    is refused. asked: questions that there are already. Fewer come back where the model has no more
-    to say, which is said. progress(kept, count). Raises UserError for a model without a usable chat
+    model: identifies the model (its fingerprint); a file from another model or with other settings
+    is rejected. asked: questions that exist already. Returns fewer, with a warning, if the model
+    repeats itself. progress(kept, count). Raises UserError for a model without a usable chat
     template.
     """
     settings = settings or QuestionSettings()

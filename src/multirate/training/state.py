@@ -21,7 +21,8 @@ from multirate.training.prompt_fingerprints import PROMPTS
 
 STATE = "training_state.pt"
 PEAK = "setting lr"
-"""The entry of the identity that may be lower in a run that goes on: how a diverged one is mended.
+"""The entry of the identity that may be lower in a resumed run, so that a diverged run can
+continue.
 """
 
 
@@ -67,7 +68,7 @@ def save_state(directory: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The state of an interrupted run, None when there is none; UserError when it belongs to
+    """The state of an interrupted run, None if there is none. Raises UserError if it belongs to
     another run.
 
     ``identity`` is compared entry by entry with what the state was saved with; the learning rate

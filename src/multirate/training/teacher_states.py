@@ -1,15 +1,16 @@
-"""What the base says to the training samples: computed once by its fastest decoder, kept. Opt-in.
+"""The base model's outputs on the training samples, computed once by its fastest decoder and
+stored. Opt-in.
 
-By default the teacher runs in every step. Where the same samples are seen several times, or several
-accelerators are trained on them, that repeats most of the work: with a folder of states a step runs
-only the layers below the last gate, and no product with the whole vocabulary. Kept are, for every
-token, the final residual h_L (2 · hidden_size bytes), the `TOP` likeliest next tokens with their
-log-probabilities (6 bytes each), and, for methods that read them, the residuals entering inner
+By default the teacher runs in every step. If the same samples are seen several times, or several
+accelerators are trained on them, that repeats most of the work. With a folder of states a step runs
+only the layers below the last gate, and no product with the whole vocabulary. For every token the
+folder holds the final residual h_L (2 · hidden_size bytes), the `TOP` likeliest next tokens with
+their log-probabilities (6 bytes each) and, for methods that read them, the residuals entering inner
 layers, the taps (2 · hidden_size bytes each).
 
-States are kept by sample: other data, or another split of it, uses those that are there and adds
-its own at the end, and so does a method that reads other taps. An interrupted computation is
-continued.
+States are stored by sample: other data, or another split of it, uses the existing ones and appends
+its own, and so does a method that reads other taps. The same call continues an interrupted
+computation.
 """
 
 from __future__ import annotations
@@ -192,7 +193,7 @@ class TeacherStates:
         )
 
     def _read_index(self) -> None:
-        """What is on disk; UserError when the folder belongs to another base."""
+        """What is on disk. Raises UserError if the folder belongs to another base."""
         path = self.folder / INDEX
         if not path.exists():
             return
@@ -352,7 +353,7 @@ def _key(sample: Sample) -> str:
 
 
 def report_to_terminal(seconds: float = 20.0) -> Callable[[int, int], None]:
-    """A line that is rewritten; in a log file one every so many seconds, with the rate."""
+    """A progress line that is rewritten; in a log file, a new line at intervals, with the rate."""
     begun = said = time.monotonic()
     first: int | None = None
 

@@ -25,12 +25,12 @@ from multirate.model.transfer import to_device
 
 
 class HFDecoder(Decoder):
-    """Runs rows through the layers of `model`, which is frozen: nothing of it is changed.
+    """Runs rows through the layers of `model`, without changing it.
 
-    Building it runs a few tokens through the model's own forward and through the located parts: in
-    one pass, then in passes as decoding makes them, of several sequences, of one row, of a draft. A
-    model whose logits differ is refused with a UserError: neither an unforeseen part nor one whose
-    result for a row depends on the rows beside it can give wrong text silently.
+    Construction compares a few tokens through the model's own forward with the located parts: in
+    one pass, then in passes like those of decoding (several sequences, one row, a draft). A model
+    whose logits differ is rejected with a UserError, so that neither an unknown part nor one whose
+    result for a row depends on other rows can silently give wrong text.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -201,7 +201,7 @@ class HFDecoder(Decoder):
 
     def _probe_passes(self, ids: Tensor, expected: Tensor, layout: list[LayerKV]) -> None:
         """Compares the logits [T, V] of one pass over ids [T] with those of passes of other
-        lengths. UserError where a row's depend on what else is in its pass.
+        lengths. Raises UserError if a row's logits depend on the rest of its pass.
         """
         count, half = len(ids), max(1, len(ids) // 2)
         cache = KVCache(2, count + 2, layout)
@@ -263,8 +263,8 @@ def probe_tokens(vocabulary: int, count: int = 4) -> Tensor:
 
 
 def check_finite(logits: Tensor) -> None:
-    """Raises UserError where the largest of a row of the model's own logits is not a number, as of
-    weights that are none: then there is no text to keep to.
+    """Raises UserError if the largest of a row of the model's own logits is not finite, because of
+    damaged weights: there is then no correct text to compare with.
     """
     if not bool(logits.amax(-1).isfinite().all()):
         raise UserError(NOT_FINITE)

@@ -156,8 +156,8 @@ class NativeDecoder(Decoder):
 
     @staticmethod
     def say_fallback(reason: str) -> None:
-        """The model's own layers are used for the `reason` that `supports` gave: says so where it
-        is the kernel that is missing (once, see library.say_unavailable).
+        """Warns (once, see library.say_unavailable) that the model's own layers run, if the
+        `reason` from `supports` is a missing kernel.
         """
         library.say_unavailable(reason)
 
@@ -222,8 +222,8 @@ class NativeDecoder(Decoder):
     @torch.no_grad()
     def _probe(self, model: Any) -> None:
         """Compares the kernel's logits of a few tokens with those of the model's own forward, so
-        that a part of it that is not known, of another release of transformers perhaps, cannot give
-        other text silently.
+        that an unknown part, for example in another release of transformers, cannot silently give
+        other text.
         """
         ids = probe_tokens(self.info.vocab_size)
         with evaluation_mode(model):
@@ -540,7 +540,7 @@ class NativeDecoder(Decoder):
         return twin
 
     def narrow_verification(self) -> DraftVerification:
-        """As `verify_draft`, with the narrow weights: what they say is not the model's."""
+        """As `verify_draft`, with the quantised weights; the result may differ from the model's."""
         weights = self.narrow()
         assert weights is not None
         return DraftVerification(
@@ -758,6 +758,6 @@ def _too_large(model: nn.Module) -> str | None:
 
 
 def _text_config(model: nn.Module) -> Any:
-    """The configuration of the language model in `model`, which may read images, too."""
+    """The configuration of the language model in `model`, which may also have an image encoder."""
     config: Any = getattr(model, "config", None)
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config

@@ -1,12 +1,11 @@
-"""Build the kernel once per machine with the system's C compiler, and call it through cffi.
+"""Builds the kernel once per machine with the system's C compiler, and calls it through cffi.
 
-Contract: `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason;
-callers fall back to the generic decoder and say so (`say_unavailable`). The build is kept in the
-user's cache folder under a name that holds a digest of source, flags and processor, one of the
-compiler, and one of the file's own content, which is
-compared before the file is loaded: a damaged library would end the process. Files are written
-atomically, so several processes may build at once. Where the folder cannot be used, a process
-builds a library of its own.
+`kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
+back to the generic decoder and warn (`say_unavailable`). The build is stored in the user's cache
+folder. Its name holds a digest of source, flags and processor, one of the compiler, and one of the
+file's own content, which is checked before loading because a damaged library would end the process.
+Files are written atomically, so several processes may build at once. If the folder cannot be used,
+each process builds its own library.
 """
 
 from __future__ import annotations
@@ -224,9 +223,8 @@ _attempting = threading.RLock()
 def kernel(variant: str | None = None) -> abi.CData:
     """The kernel's library, built on first use (some seconds). Raises NativeUnavailable.
 
-    variant: a key of VARIANTS; None: what the environment's MULTIRATE_KERNEL_VARIANT names, and
-    native without it. The environment's MULTIRATE_KERNEL_FLAGS are passed to the compiler, too
-    (docs/kernel.md: sanitizers).
+    variant: a key of VARIANTS; None: the value of MULTIRATE_KERNEL_VARIANT, or "native".
+    MULTIRATE_KERNEL_FLAGS are passed to the compiler as well (docs/kernel.md: sanitizers).
     """
     environment = os.environ
     return _kernel(
@@ -270,8 +268,8 @@ def _kernel(
 
 
 def say_unavailable(reason: str) -> None:
-    """Tells the user, once, that the model's own layers are used, where `reason` is that there is
-    no kernel and it was not switched off.
+    """Warns once that the model's own layers run, if `reason` is a missing kernel that was not
+    switched off.
     """
     try:
         kernel()
@@ -287,11 +285,11 @@ class Workspace:
     """The memory that kernel calls work in, and how many threads they use: at most `threads`, fewer
     while these are faster. Freed with its owner.
 
-    Calls with different workspaces may run side by side, calls with the same one must not.
+    Calls with different workspaces may run side by side; calls with the same one must not.
     """
 
     def __init__(self, threads: int | None = None) -> None:
-        """threads: None: torch's, as far as this process may use so many processors."""
+        """threads: None: torch's number, limited to the processors that this process may use."""
         self._library = kernel()
         most = min(torch.get_num_threads(), usable_processors()) if threads is None else threads
         self.address: abi.CData = self._library.mr_workspace_open(most)
@@ -304,21 +302,21 @@ class Workspace:
 
     @property
     def threads(self) -> int:
-        """How many calls use at the moment."""
+        """How many threads calls use at the moment."""
         return int(self._library.mr_workspace_threads(self.address))
 
     def set_threads(self, threads: int, fixed: bool = False) -> None:
-        """From the next call on: at most `threads`, or, if fixed, always as many."""
+        """Sets the maximum number of threads from the next call on; if fixed, always that many."""
         self._library.mr_workspace_set_threads(self.address, threads, fixed)
 
     def spent(self) -> TimeSplit:
-        """What its calls have spent so far."""
+        """How much time its calls have taken so far."""
         seconds = abi.ffi.new("double[]", len(_SPENT))
         self._library.mr_spent(self.address, seconds)
         return TimeSplit(**{kind: seconds[place] for kind, place in _SPENT.items()})
 
     def after_fork(self) -> None:
-        """In a forked process: begins anew."""
+        """Starts over in a forked process."""
         self._library.mr_workspace_after_fork(self.address)
 
 
@@ -326,8 +324,8 @@ _all_threads = False
 
 
 def use_all_threads() -> None:
-    """Workspaces made from now on always use as many threads as torch, even where fewer would be
-    faster: for whoever asked for a number of threads.
+    """From now on, new workspaces always use as many threads as torch, even where fewer would be
+    faster, because the user asked for a number of threads.
     """
     global _all_threads
     _all_threads = True

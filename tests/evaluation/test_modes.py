@@ -15,7 +15,7 @@ from multirate.evaluation.modes import Mode, decoding
         ({"name": "fast"}, "mode is 'fast'; accepted: full, speculative, dynamic"),
         ({"name": "full", "quality": 0.9}, "quality 0.9 needs mode 'dynamic'"),
         ({"name": "speculative", "threshold": 0.9}, "threshold 0.9 needs mode 'dynamic'"),
-        ({"name": "dynamic"}, "either a quality or a threshold; given: none"),
+        ({"name": "dynamic"}, "either a quality or a threshold; given: neither"),
         ({"name": "dynamic", "quality": 0.9, "threshold": 0.9}, "quality 0.9 and threshold 0.9"),
         ({"name": "dynamic", "quality": 1.5}, "quality is 1.5"),
         ({"name": "dynamic", "threshold": float("nan")}, "threshold is nan"),

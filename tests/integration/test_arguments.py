@@ -28,7 +28,7 @@ def engine() -> Engine:
 @pytest.mark.parametrize("prompts", [[1, 2, 3], "hello", ["hello"], [[1.5, 2.0]], [[1, "2"]]])
 def test_prompts_that_are_no_token_ids(engine: Engine, prompts: Any) -> None:
     with pytest.raises(
-        UserError, match=r"^(the prompts are|prompt 0 is) .*accepted are lists of token ids"
+        UserError, match=r"^(the prompts are|prompt 0 is) .*accepted: lists of token ids"
     ):
         engine.generate(prompts)
 
@@ -61,7 +61,9 @@ def test_models_and_accelerators_that_are_none(engine: Engine) -> None:
             torch.tensor([[1, 2]]),
             custom_generate=multirate.custom_generate(5),  # type: ignore[arg-type]
         )
-    with pytest.raises(UserError, match="expert_memory is '2GB': the model has no experts on disk"):
+    with pytest.raises(
+        UserError, match="expert_memory is '2GB', but the model has no experts on disk"
+    ):
         attach(engine.model, expert_memory="2GB")
 
 

@@ -188,7 +188,7 @@ def test_settings_refuse(tiny: Any) -> None:
     _, decoder = tiny
     assert find("autoregressive").make_drafter(decoder) is None
     for name, config, message in [
-        ("layerskip", {"exit_layer": 4}, r"exit_layer is 4; accepted are 1\.\.3"),
+        ("layerskip", {"exit_layer": 4}, r"exit_layer is 4; accepted for this model: 1\.\.3"),
         ("layerskip", {"exit": 1}, "no setting 'exit'; accepted: staged, staged_ahead, exit_layer"),
         ("layerskip", {"confidence": 2}, "'confidence' is 2"),
         ("layerskip", [1], "mapping of staged, staged_ahead, exit_layer"),

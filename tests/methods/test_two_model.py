@@ -155,7 +155,7 @@ def test_another_tokenizer_is_refused_by_its_first_difference(tmp_path: Path) ->
     ends = tiny_model.tokenizer()
     ends.eos_token = "<|user|>"
     refused(ends, ours, r"its eos_token is '<\|user\|>' there and '<eos>' here")
-    refused(ours, None, "both models' tokenizers, and the base model has none")
+    refused(ours, None, "both models' tokenizers, but the base model has none")
     with pytest.raises(UserError, match="two_model:draft=MODEL"):
         find("two_model").make_drafter(base)
     engine = attach(tiny_model.model(), backend="hf", tokenizer=ours)

@@ -240,7 +240,7 @@ def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_ro
 def test_where_memory_is_short_the_models_own_layers_are_run(monkeypatch):
     model = make("llama")
     monkeypatch.setattr("multirate.model.native.decoder.free_memory", lambda: 10_000)
-    with pytest.raises(UserError, match=r"native.*takes .* GB of memory, and 0.0 GB are free"):
+    with pytest.raises(UserError, match=r"native.*needs .* GB of memory, but only 0.0 GB are free"):
         load_decoder(model, "native")
     with pytest.warns(Notice, match="running the model's own layers"):
         assert isinstance(load_decoder(model), HFDecoder)

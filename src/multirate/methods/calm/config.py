@@ -15,7 +15,7 @@ Confidence = Literal["softmax", "state", "classifier"]
 
 def default_exits(num_layers: int) -> tuple[int, ...]:
     """Four exits, evenly spaced over the upper third of the layers: below it a model that was not
-    trained for exits is confidently wrong. [ours]
+    trained for exits is confidently wrong (lab/notes/dynamic-mode.md). [ours]
     """
     return spaced_exits(num_layers, 4, 2 / 3)
 

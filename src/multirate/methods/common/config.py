@@ -14,8 +14,8 @@ from multirate.json_values import accepts, spell
 C = TypeVar("C", bound="MethodConfig")
 DraftWeights = Literal["int4", "int8", "bf16"]
 """How the native kernel packs weights that only draft. Compared with bf16, int8 reads half the
-memory per draft level and int4 a third. Both change which tokens are drafted, but never the text.
-[ours]
+memory per draft level and int4 a third. Both change which tokens are drafted, but never the text
+(lab/notes/weight-formats.md). [ours]
 """
 ExitWeights = Literal["int8", "bf16"]
 """How the native kernel packs a reduced head at an early exit. Unlike with DraftWeights, the choice

@@ -21,8 +21,8 @@ LOSSY_COSTS = StepCosts(
     draft_step=0.06,
 )
 """Draft costs in plain steps, from SmolLM2-135M on an AVX-512 processor
-(lab/notes/drafting-without-training.md). Fixed instead of measured, because a lossy text must not
-depend on timing.
+(lab/notes/weight-formats.md). Fixed instead of measured, because a lossy text must not depend on
+timing.
 """
 NARROW_COSTS = StepCosts(
     plain_step=1.0,
@@ -32,7 +32,7 @@ NARROW_COSTS = StepCosts(
 """The same for drafts verified with the quantised copy, in that copy's plain steps. With fast
 memory a row takes 0.16 of such a step from the fifth on. The costs here are higher, by trial:
 drafts as long as their chances allow are longer than is fastest
-(lab/notes/drafting-without-training.md).
+(lab/notes/two-stage-verification.md).
 """
 # Where only one of the two thresholds is set.
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1

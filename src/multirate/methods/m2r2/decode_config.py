@@ -23,6 +23,7 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     trust: Literal["confidence", "arla"] = "confidence"
     """Score that decides which drafted tokens are accepted unverified: confidence (the sharpened
     top-1 probability) or arla (the trained estimate that the argmax agrees; docs/methods/m2r2.md).
+    Both were measured (lab/notes/m2r2-and-eagle3.md).
     """
     exit_thresholds: tuple[float | None, ...] | None = None
     """Dynamic mode (lossy): for each gate the minimum score with which a token leaves there; null
@@ -31,7 +32,9 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     of the list: lossless decoding.
     """
     exit_score: Literal["arla", "confidence"] = "confidence"
-    """Score that is compared with exit_thresholds: confidence or arla."""
+    """Score that is compared with exit_thresholds: confidence or arla. Confidence predicts better
+    on the accelerators measured so far (lab/results/README.md).
+    """
     kv: Literal["deferred", "propagate"] = "deferred"
     """With several gates: what later tokens read for the layers that a token skipped. deferred:
     exact, computed with the next token that goes as deep. propagate: computed from the exit's

@@ -108,7 +108,7 @@ class Slabs:
     """Memory for packed weights in large blocks that the system may back with huge pages.
 
     A pass reads every weight once: with 4 KiB pages each 64th line starts with a page walk, a long
-    one in a virtual machine (lab/notes/weight-formats.md).
+    one in a virtual machine (lab/notes/decode-loop.md).
     """
 
     def __init__(self) -> None:

@@ -82,9 +82,9 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     odd = wikisql_record("?", "SELECT nothing", "test", "t0")
     for records, reason in (
         ({"a": 1}, "a list of records"),
-        ([{}], "record 0 is not one of wikisql"),
-        (["x"], "record 0 is not one of wikisql"),
-        ([*wikisql_records(), odd], "1 of 11 queries are not in the form of wikisql"),
+        ([{}], "record 0 is not a wikisql record"),
+        (["x"], "record 0 is not a wikisql record"),
+        ([*wikisql_records(), odd], "1 of 11 queries are not in wikisql's form"),
     ):
         with pytest.raises(UserError, match=reason):
             read(write(tmp_path / "w.bz2", records))

@@ -82,9 +82,9 @@ def t5() -> Any:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (bloom, "BloomForCausalLM cannot be run"),
+        (bloom, "cannot run BloomForCausalLM"),
         (mamba, "a DynamicCache of layers without attention"),
-        (rwkv, "RwkvForCausalLM cannot be run"),
+        (rwkv, "cannot run RwkvForCausalLM"),
         (t5, "the argument encoder_outputs"),
     ],
 )

@@ -81,8 +81,8 @@ def _find_parts(model: nn.Module) -> ModelParts:
         if function is not None and not of_a_library(function):
             _refuse(
                 model,
-                f"its {what} {config._attn_implementation!r} is {called(function)}; "
-                "only transformers' own are supported (set_attn_implementation)",
+                f"its {what} {config._attn_implementation!r} is a function of "
+                f"{called(function)}; only transformers' own are supported (set_attn_implementation)",
             )
 
     base = model.get_decoder()  # type: ignore[operator]

@@ -95,7 +95,7 @@ def attach(
     """
     if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
         raise UserError(
-            f"the model is {model!r}; accepted: a causal LM of transformers, its folder or its "
+            f"the model is {model!r}; accepted: a causal LM of transformers, or its folder or "
             "hub id"
         )
     if isinstance(model, (str, os.PathLike)):

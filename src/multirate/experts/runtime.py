@@ -74,8 +74,8 @@ def slots_for(store: ExpertStore, memory_bytes: int | None) -> int:
     if count < least:
         raise UserError(
             f"the expert memory of {memory_bytes} bytes holds {count} experts of {record} bytes; "
-            f"give at least {least * record} bytes, for {least} experts (those of one token, and "
-            "one to load into)"
+            f"it must hold at least {least} (those of one token, and one to load into), so give "
+            f"{least * record} bytes or more"
         )
     return min(count, everything)
 

@@ -82,7 +82,8 @@ def _find_parts(model: nn.Module) -> ModelParts:
             _refuse(
                 model,
                 f"its {what} {config._attn_implementation!r} is a function of "
-                f"{called(function)}; only transformers' own are supported (set_attn_implementation)",
+                f"{called(function)}; only transformers' own are supported "
+                "(set_attn_implementation)",
             )
 
     base = model.get_decoder()  # type: ignore[operator]

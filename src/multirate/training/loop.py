@@ -165,7 +165,7 @@ _KEPT = (
 
 def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs that the model card lists, the latest one last."""
-    return [*training.get("before", []), {k: training[k] for k in _TOLD if k in training}]
+    return [*training.get("before", []), {k: training[k] for k in _KEPT if k in training}]
 
 
 class _Run:

@@ -20,7 +20,7 @@ C_FILES = $(shell find src/multirate/csrc -name '*.[ch]')
 # itself never frees some memory.
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo test lint setup sanitize
+.PHONY: demo docs test lint setup sanitize
 
 setup: $(READY)
 
@@ -35,6 +35,10 @@ $(READY): pyproject.toml
 
 demo: $(READY)
 	$(BIN)/multirate demo
+
+# The pages of docs/ and lab/ as a site in build/site. NO_MKDOCS_2_WARNING: mkdocs-material's note about its successor.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
 
 lint: $(READY)
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)

@@ -32,15 +32,15 @@ class ExpertRow:
     """One policy at one budget.
 
     tokens, seconds, tokens_per_second: total tokens over total time of the median repeat, from the
-    first token of each answer to its last; first_token_ms: the prompt until then, a mean (a prompt
-    of some length needs every expert, whatever the policy); total_tokens_per_second: both together.
+    first token of each answer to its last. first_token_ms: mean time until the first token; a long
+    prompt needs every expert, whatever the policy. total_tokens_per_second: with that time.
     spread: of the seconds.
 
-    The rest is of the decoding phase too. hit_rate: needs that the cache alone served.
-    prefetch_recall: share of the others whose read was issued ahead of time; prefetch_precision:
-    share of those reads that were needed. late: needed while its read was queued or running;
+    The other fields cover decoding as well. hit_rate: share of needed experts found in the cache.
+    prefetch_recall: share of the others that were prefetched. prefetch_precision: share of the
+    prefetched experts that were needed. late: needed while the read was queued or running.
     wasted: evicted unused. bytes_per_token, stall_ms, predictor_ms: per token.
-    speedup, total_speedup: against on_demand. depth: how many layers ahead experts were
+    speedup, total_speedup: compared with on_demand. depth: how many layers ahead experts were
     predicted at the end.
     """
 

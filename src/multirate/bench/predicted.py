@@ -1,4 +1,4 @@
-"""What the cost model expects of the methods of a run, and what their accelerators are."""
+"""Speedups that the cost model predicts for a run, and facts about its accelerators."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from multirate.training.checkpoint import Accelerator
 
 
 def predictions(engine: Engine, rows: Sequence[Row]) -> dict[str, float]:
-    """By row: the speedup while decoding that measured costs of a plain step, a drafted level and
-    verification give with the run's tokens per step and the mean depth of its drafts. Rows without
-    drafts, or without such costs, as those in stages, are left out.
+    """By row: the decoding speedup that follows from the measured costs of a plain step, a drafted
+    level and verification, and from the run's tokens per step and mean draft depth. Leaves out rows
+    without drafts, and rows without such costs, such as those with two-stage verification.
     """
     found = {}
     for row in rows:
@@ -23,7 +23,7 @@ def predictions(engine: Engine, rows: Sequence[Row]) -> dict[str, float]:
             continue
         try:
             model = None if engine.in_stages(row.method) else engine.costs(row.method)
-        except UserError:  # a rival's row: no method of this engine
+        except UserError:  # a row of another engine
             continue
         if model is not None:
             depth = (row.tokens_per_step - 1) / row.acceptance
@@ -33,16 +33,15 @@ def predictions(engine: Engine, rows: Sequence[Row]) -> dict[str, float]:
 
 
 def seconds_of(costs: StepCosts, depth: float) -> float:
-    """Of a step with drafts of a mean depth: linear between whole ones."""
+    """Seconds per step for a mean draft depth, by linear interpolation."""
     below = int(depth)
     low, high = costs.step_seconds(below), costs.step_seconds(below + 1)
     return low + (depth - below) * (high - low)
 
 
 def trained(accelerator: Accelerator) -> dict[str, Any] | None:
-    """Parameters, the tokens and minutes of all its training runs, and on held-out text the share
-    of the model's own tokens among its first gate's, by draft step; None where its card says
-    nothing of them.
+    """Parameters, tokens and minutes of all its training runs, and held-out agreement of its first
+    gate with the model, by draft step. None if its model card lacks these.
     """
     last = accelerator.training
     runs = [*last.get("before", []), last]

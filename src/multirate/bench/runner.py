@@ -1,5 +1,5 @@
-"""Measures methods side by side: warm-up, interleaved repeats, total tokens over total time,
-identity of answers.
+"""Measures and compares methods: warm-up, interleaved repeats, total tokens over total time, and
+whether answers are the same.
 """
 
 from __future__ import annotations
@@ -53,16 +53,15 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class MethodRun:
-    """A method under test: `run(prompt ids) -> Answer`. Lossy ones need not give the reference's
-    tokens.
+    """A method under test: `run(prompt ids) -> Answer`. Lossy methods may give other tokens.
 
-    run_batch: answers several prompts at once; figures of the whole batch stand in the first
-    answer. None: the method takes one at a time.
-    forget: called, untimed, before a prompt that does not go on from the one before: no method may
-    know it already.
-    run_for: of another engine, whose text goes its own way: run_for(prompt ids, count) answers with
-    exactly so many tokens as PLAIN did, after it, and is timed instead of `run`.
-    note: what a reader of the row has to know (a version, say).
+    run_batch: answers several prompts at once. The first answer holds the counts of the whole
+    batch. None: the method takes one prompt at a time.
+    forget: called, untimed, before a prompt that does not continue the one before, so that no
+    method has seen it.
+    run_for: for another engine, whose text may differ. run_for(prompt ids, count) runs after PLAIN,
+    answers with exactly as many tokens, and is timed instead of `run`.
+    note: a note for the row, such as a version.
     """
 
     name: str
@@ -219,13 +218,12 @@ def measure(
     """Times every method on every prompt, `repeats` times, after `warmup` prompts that do not
     count.
 
-    All methods answer a prompt before the next one comes, and their order rotates, so that a
-    machine that slows down or warms up slows all of them alike. batch: prompts that are answered at
-    once (`batches`). A conversation's later turns may use what a method kept of the earlier ones;
-    every other prompt is new to it. Ctrl-C ends the run with what is complete. A method that raises
-    Unavailable is left out from then on, and so are its answers before; one that fails, too, as an
-    hour of the others' must not be lost. What is wrong with the input (UserError) ends the run, and
-    so does PLAIN's failure.
+    All methods answer one prompt before the next prompt starts, and their order rotates, so that
+    changes of the machine's speed affect all of them. batch: prompts answered at once (`batches`).
+    In a conversation, later turns may use what a method kept of earlier ones. Every other prompt is
+    new to it. Ctrl-C ends the run and keeps the finished part. A method that raises Unavailable or
+    fails is left out, with its earlier answers; the others continue. A UserError, or a failure of
+    PLAIN, ends the run.
     """
     groups = batches(prompts, batch)
     result = Measurements(

@@ -1,5 +1,5 @@
-"""Which of a method's settings are fastest here: all candidates on a few prompts, the better half
-on more, until one is left (successive halving [Jamieson, Talwalkar 2016]).
+"""Finds a method's fastest settings: all candidates on a few prompts, then the better half on more,
+until one is left (successive halving [Jamieson, Talwalkar 2016]).
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Tried:
 
 
 def candidates(known: MethodSpec, stages: bool = False) -> list[dict[str, Any]]:
-    """The settings to try: the defaults ({}), then all combinations of what the method names.
-    stages: whether steps can be in stages here; if so each is tried without them, too, where the
-    method has them. UserError for a method that names no settings.
+    """The settings to try: the defaults ({}), then all combinations of the method's tunable values.
+    stages: whether two-stage verification works here; if so, each is also tried without it.
+    UserError for a method without tunable settings.
     """
     if not known.tunable:
         raise UserError(f"method {known.name} has no settings to tune")

@@ -17,7 +17,7 @@ from multirate.model.decoder import Decoder
 
 
 class Kind(Enum):
-    """Who decided a token."""
+    """How a token was decided."""
 
     MODEL = "model"
     """All layers: the prompt's pass, a plain step, or the token that follows a verified draft."""
@@ -26,12 +26,12 @@ class Kind(Enum):
     COPIED = "copied"
     """Copied from the text, and accepted by the verification."""
     LEFT = "left"
-    """Left early, and was not verified (dynamic mode)."""
+    """Stopped early and was not verified (dynamic mode)."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Who decided a token, after how many layers (0: without the model)."""
+    """How a token was decided, after how many layers (0: without the model)."""
 
     kind: Kind
     layers: int
@@ -46,7 +46,7 @@ def decode(
 ) -> tuple[list[int], list[Decision]]:
     """The prompt's greedy answer, and a decision for each of its tokens. progress(tokens so far).
 
-    Drafts are made in every step in which the method has any, whether or not they pay here.
+    The method drafts whenever it can, even if that is slower on this machine.
     Raises UserError for a prompt that cannot be used.
     """
     layers = decoder.info.num_layers

@@ -34,12 +34,11 @@ class InspectedText:
 
 @dataclass
 class Inspection:
-    """What a page is made of.
+    """The data of a page.
 
-    layers: of the model. method: the accelerator's, None without one. traced: whether it has an
-    accelerated stream to look at; gates: that stream's, or the layers drafts start from.
-    lossy: whether tokens may leave that the model would not have said; promise: what dynamic mode
-    is held to then.
+    layers: of the model. method: the accelerator's; None without one. traced: whether it has an
+    accelerated residual. gates: its gates, or the layers that drafts start from. lossy: whether the
+    text can differ from the model's. promise: dynamic mode's calibrated target.
     """
 
     layers: int
@@ -69,11 +68,11 @@ def inspect(
     quality: float | None = None,
     progress: Progress | None = None,
 ) -> Inspection:
-    """Decodes greedily, one prompt after the other, then reads prompt and answer once more.
+    """Decodes greedily, one prompt after the other, then reads each prompt and answer again.
 
-    name: of one of the engine's accelerators; None: the model alone. quality: dynamic mode, within
-    the promise stored for it. Raises UserError for prompts that cannot be used, answers without a
-    token, and a quality that is not calibrated.
+    name: one of the engine's accelerators; None: the model alone. quality: the calibrated target of
+    dynamic mode. Raises UserError for prompts that cannot be used, answers without tokens, and a
+    quality that is not calibrated.
     """
     decoder = engine.decoder
     step, promise = _step(engine, decoder, name, quality)

@@ -22,7 +22,7 @@ def apply_template(
     except Exception as error:  # whatever the template's code raises
         roles = [message["role"] for message in messages]
         shown = ", ".join(roles if len(roles) <= 6 else [*roles[:6], "…"])
-        turns = f"messages with the roles {shown}" if roles else "a conversation without messages"
+        turns = f"the turns {shown}" if roles else "a conversation without messages"
         raise UserError(
             f"{where}: the model's chat template rejects {turns}: {first_line(error)}"
         ) from error

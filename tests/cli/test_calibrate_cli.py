@@ -57,7 +57,7 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
     assert "note: measured agreement: with 95% confidence, at most 30%" in out.stderr
     assert "tokens by the number of layers they used: " in out.stderr
     sampled = run(*dynamic, "--quality", "0.7", "--temperature", "1", "--seed", "1")
-    assert "note: nothing is promised of sampled text" in sampled.stderr
+    assert "note: the calibration does not cover sampled text" in sampled.stderr
     penalised = run(*dynamic, "--quality", "0.7", "--repetition-penalty", "1.2")
     assert "note: nothing is promised of text with penalties" in penalised.stderr
     assert run(*dynamic, "--quality", "1").stdout == plain_answer() + "\n"

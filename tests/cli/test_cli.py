@@ -246,7 +246,7 @@ def test_the_models_generation_config_is_followed_and_options_go_before_it(
         "bench", str(folder), "--data", data, "--repeats", "1", "-n", "8", "--dtype", "float32"
     )
     assert measured.exit_code == 0, measured.output
-    assert "do_sample, repetition_penalty 1.4, which is left out with every method" in (
+    assert "do_sample, repetition_penalty 1.4; multirate ignores it with every method" in (
         measured.stderr.replace("\n", " ")
     )
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import typer
-
 from multirate.cli import options
 
 
@@ -24,6 +22,7 @@ def command(
     from multirate.engine import attach
     from multirate.errors import UserError
     from multirate.hub import reference_accelerators
+    from multirate.methods.spec import trainable
     from multirate.model.load import why_not_native
 
     loaded = options.load(model, dtype, device)
@@ -71,12 +70,9 @@ def command(
         "backend",
         "native (the C kernel)" if reason is None else f"hf (the layers of transformers): {reason}",
     )
-    row("methods", ", ".join(engine.methods()))
+    row("untrained methods", ", ".join(engine.methods()))
+    row("trainable methods", ", ".join(trainable()))
+    if accelerators := reference_accelerators(model):
+        row("accelerators", ", ".join(accelerators))
+        row("model cards", next(iter(accelerators.values())).parent / "*" / "README.md")
     options.console().print(table)
-    for name, folder in reference_accelerators(model).items():
-        typer.echo(f"\naccelerator {name} ({folder})")
-        card = folder / "README.md"
-        if card.is_file():
-            typer.echo(
-                card.read_text(encoding="utf-8").partition("\n# ")[2].partition("\n")[2].strip()
-            )

@@ -12,7 +12,10 @@ import torch
 
 from multirate.errors import UserError
 
-_ACCEPTED = 'lists of token ids, such as [tokenizer(text)["input_ids"]] for one text'
+_ACCEPTED = (
+    'lists of token ids, such as [tokenizer(text)["input_ids"]] for one text, or what a tokenizer '
+    'returns with return_tensors="pt"'
+)
 _UNPADDED = (
     "pass lists of token ids without padding, or the tokenizer's whole output, whose attention "
     "mask marks the padding"

@@ -115,14 +115,14 @@ def explanation(rows: Sequence[Row], staged: bool) -> list[str]:
     if against is not None:
         found.append(f"Speed-up: tokens/s compared with {spoken(against)}.")
     joined = [row for row in rows if row.method.partition(":")[0] in TRAINED]
-    if joined or staged:
-        parts = ["two-stage verification (a quantised copy of the model checks drafts first)"]
-        parts = [] if not staged else parts
-        parts += ["text lookup"] if joined else []
+    if staged:
         found.append(
-            f"A drafter's row is not the drafter alone: {' and '.join(parts)} "
-            f"{'are' if len(parts) > 1 else 'is'} part of it."
+            "All rows with drafts use two-stage verification: a quantised copy of the model checks "
+            "drafts before the full-precision weights do."
         )
+    if joined:
+        both = "text lookup and two-stage verification" if staged else "text lookup"
+        found.append(f"The speed-up of a trained drafter includes {both}.")
     drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
     if against is not None and drafting:
         found.append(_fastest(against, drafting))
@@ -132,9 +132,8 @@ def explanation(rows: Sequence[Row], staged: bool) -> list[str]:
     elif ties:
         names = ", ".join(f"{row.near_ties} by {spoken(row)}" for row in ties)
         found.append(
-            f"Same text: all answers are the same, token for token, except {names}. Those differ "
-            "only from a place where two tokens score the same up to rounding, so that either is "
-            "right."
+            f"Same text: all answers are the same, token for token, except {names}. Those part "
+            "where two tokens score the same up to rounding, so that either is right."
         )
     else:
         found.append("Same text: all answers are the same, token for token.")
@@ -235,8 +234,8 @@ def command(
     if measured.failed or any(row.diverged for row in rows):
         raise typer.Exit(WRONG_ANSWERS)
     # `make demo` runs the command from a folder that is not in PATH
-    installed = shutil.which("multirate") is not None or not Path(sys.argv[0]).is_file()
-    program = "multirate" if installed else shlex.quote(os.path.relpath(sys.argv[0]))
+    local = shutil.which("multirate") is None and Path(sys.argv[0]).name == "multirate"
+    program = shlex.quote(os.path.relpath(sys.argv[0])) if local else "multirate"
     named = shlex.quote(model or loaded.name)
     typer.echo(
         "\nNext:\n"

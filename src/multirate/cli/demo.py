@@ -106,8 +106,8 @@ def table(rows: Sequence[Row]) -> Any:
     return result
 
 
-def explanation(rows: Sequence[Row], staged: bool) -> list[str]:
-    """What the table shows, in sentences. staged: whether drafts are verified in two stages."""
+def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
+    """What the table shows, in sentences. staged: methods with two-stage verification."""
     from multirate.bench.runner import BASELINES, baseline
 
     against = baseline(rows)
@@ -116,9 +116,10 @@ def explanation(rows: Sequence[Row], staged: bool) -> list[str]:
         found.append(f"Speed-up: tokens/s compared with {spoken(against)}.")
     joined = [row for row in rows if row.method.partition(":")[0] in TRAINED]
     if staged:
+        every = all(row.method in staged for row in rows if row.method not in BASELINES)
         found.append(
-            "All rows with drafts use two-stage verification: a quantised copy of the model checks "
-            "drafts before the full-precision weights do."
+            f"{'All' if every else 'Some'} rows with drafts use two-stage verification: a quantised "
+            "copy of the model checks drafts before the full-precision weights do."
         )
     if joined:
         both = "text lookup and two-stage verification" if staged else "text lookup"
@@ -213,7 +214,7 @@ def command(
 
     def show(rows: Sequence[Row]) -> None:
         console.print(table(rows))
-        for sentence in explanation(rows, bool(staged_of(engine, rows))):
+        for sentence in explanation(rows, staged_of(engine, rows)):
             console.print(sentence)
 
     _, rows, measured = run(

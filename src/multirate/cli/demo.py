@@ -118,8 +118,8 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
     if staged:
         every = all(row.method in staged for row in rows if row.method not in BASELINES)
         found.append(
-            f"{'All' if every else 'Some'} rows with drafts use two-stage verification: a quantised "
-            "copy of the model checks drafts before the full-precision weights do."
+            f"{'All' if every else 'Some'} rows with drafts use two-stage verification: a "
+            "quantised copy of the model checks drafts before the full-precision weights do."
         )
     if joined:
         both = "text lookup and two-stage verification" if staged else "text lookup"

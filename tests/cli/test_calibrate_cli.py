@@ -59,7 +59,7 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
     sampled = run(*dynamic, "--quality", "0.7", "--temperature", "1", "--seed", "1")
     assert "note: the calibration does not cover sampled text" in sampled.stderr
     penalised = run(*dynamic, "--quality", "0.7", "--repetition-penalty", "1.2")
-    assert "note: nothing is promised of text with penalties" in penalised.stderr
+    assert "note: the calibration does not cover text with penalties" in penalised.stderr
     assert run(*dynamic, "--quality", "1").stdout == plain_answer() + "\n"
     refused(run(*dynamic, "--quality", "0.9"), "reaches a quality of 0.9", "stored: 0.7, 0.6")
     for quality in ("0", "1.5", "nan", "-1"):

@@ -382,6 +382,6 @@ def test_a_shipped_card_is_what_its_description_gives(file: Path) -> None:
     """And it names data, licence and recipe, which are kept when an accelerator is saved again."""
     description = read_description(file, file.read_bytes())
     card = (file.parent / "README.md").read_text()
-    assert card == model_card(description)
+    assert card == model_card(description), "run python lab/recipes/write_cards.py"
     assert all(f"\n- {word}" in card for word in ("licence: ", "data", "recipe: ", "limits: "))
     assert len(SHIPPED) == 9

@@ -220,7 +220,7 @@ def test_refusals() -> None:
     ):
         with pytest.raises(UserError, match=message):
             find("medusa").make_step(decoder, heads_for(model), settings)
-    with pytest.raises(UserError, match=r"widths are \[1, 1, 1, 1\]; .* heads for 3 depths"):
+    with pytest.raises(UserError, match=r"widths are \[1, 1, 1, 1\], .* heads for only 3 depths"):
         drafter_for(model, decoder, (1, 1, 1, 1))
     with pytest.raises(UserError, match="needs an accelerator trained with --method medusa"):
         find("medusa").make_drafter(decoder)

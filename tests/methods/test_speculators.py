@@ -119,7 +119,7 @@ def tensor_with(name: str, value: Any) -> Callable[[dict[str, Any], dict[str, An
         (config_with(sliding_window=128), "sliding_window' is 128"),
         (config_with(rope_parameters={"rope_type": "default", "factor": 2}), "rope_parameters"),
         (config_with(rms_norm_eps=10**400), "norm_eps' is 1000"),
-        (tensor_with("fc.bias", torch.ones(32)), "tensor 'fc.bias' is not one of"),
+        (tensor_with("fc.bias", torch.ones(32)), "tensor 'fc.bias' does not belong"),
         (tensor_with("layers.1.input_layernorm.weight", torch.ones(32)), r"'layers\.1\.input"),
         (tensor_with("norm.weight", torch.full((32,), torch.inf)), "norm.weight' .* not finite"),
         (tensor_with("fc.weight", None), r"model\.safetensors: tensor 'fc.weight' is missing"),

@@ -9,7 +9,7 @@ ROWS = {
     "generate": "`transformers` `generate`",
     "llamacpp-q4_0": "llama.cpp, 4-bit weights (Q4_0)",
     "autoregressive": "multirate without drafts",
-    "sam": "text lookup + two-stage verification (default if untrained)",
+    "sam": "text lookup + two-stage verification (the default)",
     f"eagle3{OWN}": "EAGLE-3's drafts alone",
     M2R2_OWN: "M2R2's drafts alone",
     "m2r2-carry": "M2R2 + text lookup + two-stage verification",
@@ -26,21 +26,22 @@ def block() -> list[str]:
         row = rows[method]
         same = same_text([row], run["prompts"])
         if not row["lossless"]:
-            same += "; own 4-bit arithmetic"
+            same += " (4-bit arithmetic)"
         elif row["near_ties"]:
-            same = f"{same.replace(',', ';').replace('near-ties', 'bf16 near-ties')}"
+            same = f"{same.partition(',')[0]} (bf16 rounding)"
         trained = run["accelerators"].get(method.split(":")[0])
         need = "no" if trained is None else f"yes ({trained['tokens'] / 1e6:.1f}M tokens)"
         cells = f"{row['tokens_per_second']:.0f}", times(row["speedup"]), need, same
         lines.append((name, *cells))
     ahead = {row["method"]: times(row["speedup"]) for row in equal["rows"]}
     return [
-        table(("method", "tokens/s", "speedup", "needs training", "same text"), lines),
+        table(("method", "tokens/s", "speedup", "needs training", "same text as row 3"), lines),
         f"SmolLM2-135M-Instruct, {run['prompts']} MT-Bench prompts ({len(run['loops'])} more end "
         f"in loops and are left out), {run['threads']} threads of an {processor(run)}, "
-        f"{str(run['date'])[:10]}, {run['dtype']}, greedy, up to {run['max_new_tokens']} tokens. "
-        "EAGLE-3 had less training here; after equal GPU time its drafts are ahead "
-        f"({ahead[f'eagle3{OWN}']}, M2R2's {ahead[M2R2_OWN]}). "
+        f"{str(run['date'])[:10]}, {run['dtype']} from a 4-bit file, greedy, up to "
+        f"{run['max_new_tokens']} tokens. "
+        "EAGLE-3 had less training here; in another run, with equal GPU time, it was ahead "
+        f"({ahead[f'eagle3{OWN}']} to {ahead[M2R2_OWN]}). "
         "Reproduce: `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`. "
         "[All results](lab/results/README.md).",
     ]

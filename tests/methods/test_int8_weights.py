@@ -238,3 +238,12 @@ def test_prompts_that_the_narrow_copy_reads(method: str) -> None:
     generate(decoder, step, PROMPTS, sampled, STOP, after_step=check_invariants)
     with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'; .* model_weights=int8"):
         spec.find("skipdecode").make_step(decoder, None, {"prompt_weights": "narrow"})
+
+
+@pytest.mark.parametrize("name", sorted(spec.dynamic_methods(False) + spec.dynamic_methods(True)))
+def test_no_method_reads_prompts_with_a_copy_that_it_does_not_have(name: str) -> None:
+    settings = spec.find(name).settings
+    if settings is None or "model_weights" not in settings.__dataclass_fields__:
+        pytest.skip("its prompts need no other setting")
+    with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'"):
+        settings.from_json({"prompt_weights": "narrow"})

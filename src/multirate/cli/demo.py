@@ -29,30 +29,33 @@ QUESTIONS = (
     "Describe a quiet morning by the sea.",
     "Tom has 12 apples and gives 5 to Ann. How many apples are left?",
 )
-NAMES = {
-    "generate": "transformers generate",
-    "autoregressive": "multirate, plain loop",
-    "sam": "text lookup (no training)",
-    "m2r2-carry": "M2R2",
-    "eagle": "EAGLE",
-    "kangaroo": "Kangaroo",
-}
-"""Methods as the table prints them."""
-TRAINED = ("m2r2-carry", "eagle", "kangaroo")
-"""Trained drafters that the table compares, if the model has them."""
+UNTRAINED = " (no training)"
 WARM_UP = 8
 """Tokens generated before an answer is timed, for what is measured once per machine."""
 
 
+def is_trained(method: str) -> bool:
+    """Whether a row is a trained drafter's, and not a baseline's or text lookup's."""
+    from multirate.bench.runner import BASELINES
+    from multirate.methods.spec import find, parse_variant
+
+    return method not in BASELINES and find(parse_variant(method)[0]).training is not None
+
+
 def label(method: str) -> str:
     """A method's name in the table."""
-    name = method.partition(":")[0]
-    return NAMES.get(name, name) + (" + text lookup" if name in TRAINED else "")
+    from multirate.bench.runner import BASELINES
+    from multirate.methods.spec import PLAIN, find, parse_variant
+
+    if method in BASELINES:
+        return "multirate, plain loop" if method == PLAIN else f"transformers {method}"
+    name = parse_variant(method)[0]
+    return (find(name).plain_name or name) + (" + text lookup" if is_trained(method) else UNTRAINED)
 
 
 def spoken(row: Row) -> str:
     """A method's name in a sentence."""
-    name = label(row.method).removesuffix(" (no training)")
+    name = label(row.method).removesuffix(UNTRAINED)
     return name.replace("multirate, plain loop", "multirate's plain loop")
 
 
@@ -114,7 +117,7 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
     found = []
     if against is not None:
         found.append(f"Speed-up: tokens/s compared with {spoken(against)}.")
-    joined = [row for row in rows if row.method.partition(":")[0] in TRAINED]
+    joined = [row for row in rows if is_trained(row.method)]
     if staged:
         every = all(row.method in staged for row in rows if row.method not in BASELINES)
         found.append(
@@ -143,9 +146,13 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
 
 def _fastest(against: Row, drafting: Sequence[Row]) -> str:
     """Which row is fastest, and where M2R2 is."""
+    from multirate.methods.spec import parse_variant, recommended
+
     best = max(drafting, key=lambda row: row.tokens_per_second)
-    lookup = next((row for row in drafting if row.method == "sam"), None)
-    m2r2 = next((row for row in drafting if row.method.partition(":")[0] == "m2r2-carry"), None)
+    lookup, m2r2 = (
+        next((row for row in drafting if parse_variant(row.method)[0] == name), None)
+        for name in (recommended(trained=False), recommended())
+    )
 
     def compared(row: Row) -> str:
         speedup = row.tokens_per_second / against.tokens_per_second
@@ -185,11 +192,13 @@ def command(
     from multirate.bench.suites import Question
     from multirate.engine import PLAIN, attach
     from multirate.hub import reference_accelerators
-    from multirate.methods.spec import joined_variant, recommended
+    from multirate.methods.spec import find, joined_variant, recommended
 
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
-    own = {name: path for name, path in reference_accelerators(model).items() if name in TRAINED}
+    own = {
+        name: path for name, path in reference_accelerators(model).items() if find(name).plain_name
+    }
     options.add_accelerators(engine, [], list(own), own)
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
@@ -201,11 +210,7 @@ def command(
     typer.echo(f"Question: {QUESTIONS[0]}\n")
     answer(engine, PLAIN, "Without drafts:", max_new_tokens)
     answer(engine, drafting, f"With drafts from {label(drafting)}:", max_new_tokens)
-    joined = [
-        joined_variant(name, engine.spec_of(name)) or name
-        for name in TRAINED
-        if name in engine.accelerators
-    ]
+    joined = [joined_variant(name, engine.spec_of(name)) or name for name in engine.accelerators]
     typer.echo(
         f"Now all methods answer the same {len(QUESTIONS)} questions: one at a time, greedy, up to "
         f"{max_new_tokens} tokens."

@@ -42,7 +42,7 @@ def command(
     row("parameters", f"{sum(p.numel() for p in loaded.model.parameters()) / 1e6:.1f}M")
     row("dtype", str(loaded.model.dtype).removeprefix("torch."))
     row("device", here["device"])
-    row("processor", f"{here['cpu']}, {here['threads']} threads")
+    row("processor", f"{here['cpu']}, threads: {here['threads']}")
     row(
         "versions",
         f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}",

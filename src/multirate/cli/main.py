@@ -30,12 +30,12 @@ from multirate.cli.version import version_text
 EXAMPLES = """\
 Start here:
   multirate demo
-  multirate generate smollm2 -p "Why is the sky blue?" --stats
-  multirate train MODEL --data FILE --out FOLDER"""
+  multirate generate ./my-model.gguf -p "Why is the sky blue?" --stats
+  multirate info ./my-model.gguf"""
 app = typer.Typer(
     name="multirate",
     cls=Group,
-    help="Generate text faster with a Hugging Face model. The text stays the same.",
+    help="Generate text faster with a Hugging Face model or GGUF file, with the same text.",
     epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,

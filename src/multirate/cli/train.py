@@ -127,8 +127,8 @@ def command(
     method: Annotated[
         str | None,
         typer.Option(
-            help="Which method to train (multirate info lists them).",
-            show_default="m2r2-carry",
+            help="Which method to train (default: m2r2-carry; multirate info lists them).",
+            show_default=False,
         ),
     ] = None,
     objective: Annotated[

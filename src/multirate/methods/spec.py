@@ -180,6 +180,8 @@ class MethodSpec:
     """For tables and model cards."""
     summary: str
     """One line of help, which follows the method's name."""
+    plain_name: str = ""
+    """Its name in the demo's table, in plain words. Empty: the demo leaves its accelerator out."""
     drafter: Callable[[Decoder, Any, Any], Drafter | None] | None = None
     """drafter(decoder, module, settings): a Drafter; None: plain decoding. `module` is None for
     methods without training.

@@ -42,6 +42,7 @@ class CalmDecodeConfig(DepthDecodeConfig):
     """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
+        super().check()
         self.require(self.decay >= 0, "decay", "0 or more")
         self.require_count("expected_tokens", least=0)
 

@@ -12,6 +12,7 @@ from multirate.methods.spec import MethodSpec, Training, register
 SPEC = register(
     MethodSpec(
         name="eagle",
+        plain_name="EAGLE",
         title="EAGLE (arXiv 2401.15077), with EAGLE-2's trees",
         summary="drafts with a trained layer that continues from the model's last hidden state",
         settings=EagleDecodeConfig,

@@ -11,6 +11,7 @@ from multirate.methods.spec import MethodSpec, Training, register
 SPEC = register(
     MethodSpec(
         name="kangaroo",
+        plain_name="Kangaroo",
         title="Kangaroo (arXiv 2404.18911)",
         summary="drafts with the first layers and a trained attention adapter",
         settings=KangarooDecodeConfig,

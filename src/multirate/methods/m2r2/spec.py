@@ -101,6 +101,7 @@ PAPER = register(
 CARRY = register(
     MethodSpec(
         name="m2r2-carry",
+        plain_name="M2R2",
         title="M2R2 with a carried residual and a block at the gate (ours)",
         summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
         settings=CarryDecodeConfig,

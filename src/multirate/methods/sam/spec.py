@@ -9,6 +9,7 @@ from multirate.methods.spec import MethodSpec, register
 SPEC = register(
     MethodSpec(
         name="sam",
+        plain_name="text lookup",
         title="SAM-Decoding (arXiv 2411.10666, no training)",
         summary="drafts what followed the longest suffix of the text that occurred before",
         settings=SAMConfig,

@@ -66,5 +66,6 @@ class SpecEEDecodeConfig(DepthDecodeConfig):
     """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
+        super().check()
         self.require_share("threshold")
         self.require_count("hot", least=0)

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+from render.common import processor  # beside this file
+
 from multirate import attach
+from multirate.bench import provenance
 from multirate.chat_template import encode_chat
 from multirate.cli.demo import QUESTIONS, WARM_UP
 from multirate.cli.options import add_accelerators, load
@@ -96,11 +99,11 @@ def placed(run: Recording) -> list[tuple[float, int, int, str]]:
     return found
 
 
-def drawn(runs: list[Recording]) -> str:
-    """The picture: a panel for each recording."""
+def drawn(runs: list[Recording], about: str) -> str:
+    """The picture: a panel for each recording, and a line about the model and the machine."""
     panels = [placed(run) for run in runs]
     rows = 1 + max(row for panel in panels for _, row, _, _ in panel)
-    height = 78 + LINE * (rows + 2)
+    height = 78 + LINE * (rows + 3.5)
     length = SLOWER * max(run.seconds for run in runs) + PAUSE
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
@@ -111,7 +114,8 @@ def drawn(runs: list[Recording]) -> str:
         f'<text x="76" y="22" fill="#9ca3af">{QUESTIONS[0]}</text>',
         f'<text x="{WIDTH - MARGIN}" y="22" text-anchor="end" fill="#9ca3af">'
         f"{SLOWER} times slower than real time</text>",
-        f'<path d="M{WIDTH / 2} 36V{height - 12}" stroke="#374151"/>',
+        f'<path d="M{WIDTH / 2} 36V{height - 40}" stroke="#374151"/>',
+        f'<text x="{MARGIN}" y="{height - 16}" fill="#9ca3af">{about}</text>',
     ]
     for number, (run, panel) in enumerate(zip(runs, panels, strict=True)):
         left = number * WIDTH / 2 + MARGIN
@@ -163,7 +167,12 @@ def main() -> None:
         print(f"{title}: {', '.join(f'{run.tokens / run.seconds:.0f}' for run in made)} tokens/s")
     texts = {"".join(piece for _, piece in run.pieces) for run in runs}
     assert len(texts) == 1, "the two answers differ"
-    wanted.out.write_text(drawn(runs))
+    machine = provenance.collect()
+    about = (
+        f"SmolLM2-135M-Instruct in bfloat16, greedy, {machine['threads']} threads of an "
+        f"{processor(machine)}, {machine['date'][:10]}"
+    )
+    wanted.out.write_text(drawn(runs, about))
 
 
 if __name__ == "__main__":

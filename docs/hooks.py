@@ -13,6 +13,7 @@ from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,16 +32,23 @@ def site_path(path: str) -> str | None:
 
 
 def pages_of(folder: Path, top: Path) -> list[str]:
-    """The pages of a folder, relative to `top`, its index first."""
-    pages = sorted(folder.glob("*.md"), key=lambda page: (page.name != "README.md", page.name))
-    return [str(page.relative_to(top)) for page in pages]
+    """The pages of a folder, relative to `top`: its index, the pages that the index's tables do not
+    list, and the others in the order of the tables.
+    """
+    rows = [row for row in (folder / "README.md").read_text().splitlines() if row[:1] == "|"]
+
+    def place(page: Path) -> tuple[bool, int, str]:
+        listed = (number for number, row in enumerate(rows) if f"({page.name})" in row)
+        return page.name != "README.md", next(listed, -1), page.name
+
+    return [str(page.relative_to(top)) for page in sorted(folder.glob("*.md"), key=place)]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the navigation's sections whose pages are found by folder."""
     found = {
         "Methods": pages_of(ROOT / "docs" / "methods", ROOT / "docs"),
-        "Lab": pages_of(ROOT / "lab" / "results", ROOT) + pages_of(ROOT / "lab" / "notes", ROOT),
+        "Notes": pages_of(ROOT / "lab" / "notes", ROOT),
     }
     for entry in config.nav or []:
         for title in found.keys() & entry.keys() if isinstance(entry, dict) else ():
@@ -57,6 +65,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_nav(nav: Navigation, config: MkDocsConfig, files: Files) -> Navigation:
+    """Take lab/ out of the documentation's chain of previous and next pages."""
+    lab = [page for page in nav.pages if page.file.src_uri.startswith("lab/")]
+    before, after = lab[0].previous_page, lab[-1].next_page
+    if before and after:
+        before.next_page, after.previous_page = after, before
+    lab[0].previous_page = lab[-1].next_page = None
+    return nav
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Rewrite the links of a page from repository paths to paths of the site."""
     source = page.file.src_uri
@@ -71,8 +89,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         if (ROOT / path).is_dir():
             path = posixpath.join(path, "README.md")
         target = site_path(path)
-        if target is None or files.get_file_from_path(target) is None and (ROOT / path).exists():
-            return text if text.startswith("`") else f"{text} (`{path}`)"
+        if target is None or (files.get_file_from_path(target) is None and (ROOT / path).exists()):
+            return f"`{path}`"
         return f"[{text}]({posixpath.relpath(target, posixpath.dirname(source) or '.')}{anchor})"
 
     return LINK.sub(rewritten, PICTURE.sub(r"![\1](\2)", markdown))

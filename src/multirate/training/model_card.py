@@ -10,7 +10,7 @@ from multirate.methods.spec import find
 
 
 def _figures(term: dict[str, Any]) -> str:
-    return f"{term['agreement']} | {term['overlap']} | {term['kl']}"
+    return f"{term['agreement']:.3f} | {term['overlap']:.3f} | {term['kl']:.2f}"
 
 
 def _table(results: dict[str, Any]) -> list[str]:
@@ -36,8 +36,8 @@ def _experts_table(results: dict[str, Any]) -> list[str]:
         results["terms"], results.get("early_exit", {}).get("terms", []), strict=False
     ):
         lines.append(
-            f"| {term['gate']} | {term['draft_step']} | {term['agreement']} | "
-            f"{gate['agreement']} | {term['overlap']} | {term['kl']} |"
+            f"| {term['gate']} | {term['draft_step']} | {term['agreement']:.3f} | "
+            f"{gate['agreement']:.3f} | {term['overlap']:.3f} | {term['kl']:.3f} |"
         )
     return lines
 
@@ -77,7 +77,7 @@ def _measured(description: dict[str, Any]) -> list[str]:
             ""
             if simulated is None
             else " Simulated tokens per step (chains of 5, the bonus token included): "
-            f"**{simulated}**."
+            f"**{simulated:.2f}**."
         ),
         "",
         *_table(results),
@@ -99,14 +99,15 @@ def _training(training: dict[str, Any]) -> list[str]:
             "| run | data | samples | steps | tokens | seconds |",
             "|---|---|---|---|---|---|",
         ]
-        lines += [f"| {number} | {_row(run)} |" for number, run in enumerate(runs, start=1)]
-        lines.append("")
+        lines += [*_rows(runs), ""]
     lines += [f"- {note}" for run in runs for note in run.get("notes", [])]
     lines += [
-        f"- {label}: {training[name]}"
+        f"- {label}: {_figure(training[name])}"
         for name, label in _FIELDS.items()
         if training.get(name) is not None
     ]
+    if training.get("processes", 1) > 1:
+        lines.append(f"- processes: {training['processes']}")
     with_seed = training.get("settings", {}).get("seed")
     lines += [] if with_seed is None else [f"- seed: {with_seed}"]
     versions = [f"{name} {training[name]}" for name in _VERSIONS if training.get(name)]
@@ -115,17 +116,32 @@ def _training(training: dict[str, Any]) -> list[str]:
     return [*lines, "", "```", *commands, "```"] if commands else lines
 
 
+def _figure(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
 _FIELDS = {
     "distinct_prompts": "distinct prompts",
     "heldout_prompts": "held-out prompts",
     "data_sha256": "sha256 of the training data",
-    "processes": "processes",
 }
 _VERSIONS = ("multirate", "torch", "transformers", "python")
 
 
+def _rows(runs: list[dict[str, Any]]) -> list[str]:
+    """One row per run; of more than two, those before the last share a row."""
+    if len(runs) <= 2:
+        return [f"| {number} | {_row(run)} |" for number, run in enumerate(runs, start=1)]
+    sums = {name: sum(run.get(name, 0) for run in runs[:-1]) for name in _SUMMED}
+    together = _row({"data": ["several files"], **sums})
+    return [f"| 1–{len(runs) - 1} | {together} |", f"| {len(runs)} | {_row(runs[-1])} |"]
+
+
+_SUMMED = ("steps", "tokens", "seconds")
+
+
 def _row(run: dict[str, Any]) -> str:
-    samples, seconds = run.get("samples", "–"), run.get("seconds", "–")
+    samples, seconds = (f"{run[n]:,}" if n in run else "–" for n in ("samples", "seconds"))
     data = ", ".join(run.get("data", [])) or "–"
     return f"{data} | {samples} | {run['steps']:,} | {run['tokens']:,} | {seconds}"
 

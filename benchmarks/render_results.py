@@ -47,6 +47,8 @@ READING = (
     "## How to read the tables",
     "Unless a section says otherwise, the model is SmolLM2-135M-Instruct (from a 4-bit GGUF file) "
     "in bf16, batch 1, greedy.",
+    "- **Prompt**: one turn of a conversation. MT-Bench's 80 questions have two turns each; *all* "
+    "is those 160 prompts without loops.",
     "- **Speedup**: tokens per second over multirate's plain loop in the same run, prompts "
     "included.",
     "- **Drafts alone**, or **one-stage**: the full-precision weights verify every draft "
@@ -55,7 +57,7 @@ READING = (
     "verify its tokens in one pass. Every method has this, so no method is credited with it.",
     "- **+ lookup**: drafts are combined with text lookup in the prompt and the output "
     "(`lookup=sam`).",
-    "- **Same text**: answers identical to the plain loop's, over all runs of a line. A "
+    "- **Same text**: answers identical to the plain loop's, over all runs of a row. A "
     "*near-tie* is a difference where two logits are equal within bf16 rounding.",
     "- **Loops**: where loops are left out, prompts that plain decoding answers with endless "
     "repetition are not counted, because they flatter drafts.",

@@ -85,7 +85,7 @@ def dynamic_compute() -> Section:
             f"MT-Bench: {setting(run)} This mode is lossy. In brackets: how much it keeps, the "
             "share of an answer's tokens that the full model picks after the same text, averaged "
             "over prompts. Each cell is the fastest setting that keeps the share in its column's "
-            "head without adding loops. "
+            "head without adding loops, chosen on these prompts. "
             "The drafting rows verify with the quantised copy; where the copy's two best logits "
             "are close (`margin`), the full-precision weights decide. Below 98% only M2R2 gets "
             "faster, because it can emit confident drafts unverified.",
@@ -104,12 +104,21 @@ def dynamic_compute() -> Section:
             command("bash lab/recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic"),
             "**Shorter answers and a newer processor.** 24 prompts, up to "
             f"{short['max_new_tokens']} new tokens, on {machine(short)}, and {machine(newer)}. "
-            "Shorter answers gain less, because drafting does not speed up prefill.",
+            "Shorter answers gain less, because drafting does not speed up prefill. Accelerators: "
+            f"{_tokens(short)}; on Zen 5 earlier ones: {_tokens(newer)}.",
             columns_table({processor(one)[-6:-1]: one for one in (short, newer)}, (0.99, 0.9)),
             sources(
                 "margin_long_smollm2", "dynamic_smollm2", "margin_smollm2", "margin_smollm2_zen5"
             ),
         ],
+    )
+
+
+def _tokens(run: dict[str, Any]) -> str:
+    """What a run's accelerators were trained on."""
+    return ", ".join(
+        f"{NAMES[name]} {about['tokens'] / 1e6:.1f}M tokens"
+        for name, about in run["accelerators"].items()
     )
 
 
@@ -131,10 +140,10 @@ def task_scores() -> Section:
             "SmolLM2 fine-tuned with LoRA on three tasks, accelerators trained for 130 seconds of "
             "an H200 (M2R2's and EAGLE's start from the shipped ones, the others from nothing). "
             f"Two threads of an {machines}. Each cell is the speedup of the fastest setting that "
-            "keeps that share of the full model's score. EAGLE leads in most columns, M2R2 is "
-            "second, and both are ahead of every method that skips layers. Their rows include text "
-            "lookup and the quantised copy. The sets are small: one WikiSQL document moves the "
-            "score by 4%.",
+            "keeps that share of the full model's score, chosen on these documents. EAGLE leads in "
+            "most columns, M2R2 is second, and both are ahead of every method that skips layers. "
+            "Their rows include text lookup and the quantised copy. The sets are small: one "
+            "WikiSQL document moves the score by 4%.",
             columns_table(runs, (0.99, 0.95)),
             f"Scores of the full model: {'; '.join(told)}.",
             command(
@@ -200,9 +209,9 @@ def batches() -> Section:
         [
             f"{run['prompts']} MT-Bench prompts, {run['max_new_tokens']} new tokens, decoding "
             f"only, {machine(run)}. Tokens per second of all rows over plain decoding of the same "
-            "batch. M2R2's drafts are slower than plain decoding from batch 8 on, and its exits, "
-            "row by row, from batch 4 on. For batches of 4 on Zen 4 see "
-            "[other prompt suites](#other-prompt-suites).",
+            "batch. The accelerator is an earlier one, of 13.7M training tokens. M2R2's drafts are "
+            "slower than plain decoding from batch 8 on, and its exits, row by row, from batch 4 "
+            "on. For batches of 4 on Zen 4 see [other prompt suites](#other-prompt-suites).",
             table(("method", "kept", *(f"batch {size}" for size in sizes)), lines),
             command("python benchmarks/batches.py smollm2 --data question.jsonl"),
             sources("batches_smollm2"),
@@ -229,7 +238,7 @@ def exit_signals() -> Section:
                         f"{title}, layer {gate}, {stream}",
                         f"{about['agreement']:.1%}",
                         *(f"{row['auc']:.3f}" for row in others),
-                        *(f"{row['leaving']['0.95']:.1%}" for row in (judges["oracle"], *others)),
+                        *(f"{row['leaving']['0.95']:.1%}" for row in others),
                     )
                 )
     one, three = (load(name) for name in runs.values())
@@ -237,7 +246,7 @@ def exit_signals() -> Section:
         "gate and residual",
         "agreement",
         *(f"AUC, {name}" for name in shown.values()),
-        *(f"exits at 95%, {name}" for name in ("oracle", *shown.values())),
+        *(f"exits at 95%, {name}" for name in shown.values()),
     )
     return Section(
         "Exit signals",
@@ -247,8 +256,9 @@ def exit_signals() -> Section:
             "accelerated residual, *plain* the model's own at the same layer, for which ARLA is "
             "fitted anew. *Exits at 95%*: the share of tokens that can exit so that 95% of all "
             "tokens match the full model. On the accelerated residual the probability is better at "
-            f"every gate. {one['texts']} answers, {machine(one)}; three gates: {three['texts']} "
-            f"answers, {machine(three)}.",
+            f"every gate. {one['texts']} answers, an earlier `m2r2-carry` of 4.5M training tokens, "
+            f"{machine(one)}; three gates: {three['texts']} answers, an accelerator of 0.1M "
+            f"training tokens, {machine(three)}.",
             table(heads, lines),
             command(
                 "multirate answers smollm2 --questions 100 --seed 9 --out answers.jsonl",

@@ -95,6 +95,9 @@ def lossless() -> Section:
     def speed(name: str) -> str:
         return times(rows[name]["speedup"])
 
+    def minutes(name: str) -> str:
+        return f"{about[name]['minutes']:.1f}"
+
     return Section(
         "Lossless decoding",
         [
@@ -112,7 +115,9 @@ def lossless() -> Section:
             "mostly Q4_1.",
             engines_table(run),
             "EVAL is a folder with the question files, ACCELERATORS one with EAGLE-3 and Hydra++ "
-            "(too large to ship; `lab/recipes/smollm2/on_a_gpu.sh` trains them).",
+            "(too large to ship; `lab/recipes/smollm2/on_a_gpu.sh` trains them). Those used here "
+            f"come from another, shorter run of training ({minutes('eagle3')} and "
+            f"{minutes('hydra')} minutes) than those of [equal training](#equal-training).",
             command(
                 "ACCELERATORS=runs/on_a_gpu bash lab/recipes/smollm2/lossless.sh "
                 "EVAL runs/lossless mt_bench"

@@ -135,13 +135,13 @@ def other_suites() -> Section:
         "Other prompt suites",
         [
             f"Two threads of an {_machines(runs)}; number of prompts in brackets; loops left out; "
-            "up to 256 new tokens, 96 in batches. M2R2's drafts alone are faster than EAGLE's and "
-            "EAGLE-3's on every suite, after more training; text lookup alone beats all three on "
-            "Spec-Bench and HumanEval. With lookup and two-stage verification M2R2, EAGLE and "
-            "EAGLE-3 are within 5% of each other on every suite, and text lookup alone is 3% to "
-            "5% behind the fastest row, on GSM8K 17%. At temperature 1 every method draws the "
-            f"same text for a seed. The plain loop makes {_rates(runs)}. "
-            f"{all_same(*runs.values())}",
+            "up to 256 new tokens, 96 in batches. After more training M2R2's drafts alone are "
+            "ahead of EAGLE's and EAGLE-3's on every suite, within noise on Spec-Bench and in "
+            "batches; text lookup alone beats all three on Spec-Bench and HumanEval. With lookup "
+            "and two-stage verification M2R2, EAGLE and EAGLE-3 are within 5% of each other on "
+            "every suite, and text lookup alone is 3% to 5% behind the fastest row, on GSM8K 17%. "
+            "At temperature 1 every method draws the same text for a seed. The plain loop makes "
+            f"{_rates(runs)}. {all_same(*runs.values())}",
             speeds_table(runs, ALONE, OWN, "one-stage"),
             speeds_table(runs, ALONE, "", "two-stage"),
             "Spec-Bench by kind of prompt, decoding only (no prompt passes):",
@@ -163,9 +163,10 @@ def eight_bits() -> Section:
             "SmolLM2's file has 4-bit weights, so its quantised copy has 4 bits and is nearly "
             "exact. A model saved in bf16 gets an 8-bit copy, which saves less. Here SmolLM2 has "
             f"an 8-bit copy (`MULTIRATE_NARROW_BITS=8`); two threads of an {_machines(runs)}. "
-            "Two-stage verification then gains at most 3% for trained drafts and is slower on "
-            "GSM8K, where drafts are usually right. M2R2, with the most training, has the fastest "
-            f"row on four of five suites. {all_same(*runs.values())}",
+            "Two-stage verification then gains at most 3% for trained drafts with lookup; it loses "
+            "up to 13% on GSM8K, where drafts are usually right, and 6% at temperature 1. M2R2, "
+            "with the most training, leads on GSM8K by 10%; on the other suites its best row is "
+            f"within 4% of the other methods' best. {all_same(*runs.values())}",
             speeds_table(runs, ALONE, OWN, "one-stage"),
             speeds_table(runs, ALONE, "", "two-stage"),
             command("bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless eight_bits"),
@@ -188,12 +189,12 @@ def published() -> Section:
             "with tokens per step in brackets. Published figures are Spec-Bench's own for "
             "Vicuna-7B on an A100 unless another source is named.",
             table(("method", "drafts alone", "two-stage", "published"), lines),
-            "The order differs for three reasons. On a GPU, verifying sixty rows takes as long as "
-            "verifying one, so wide trees are free; here eight rows cost 1.1 to 1.5 plain steps "
-            "and sixty more than five, so a draft has at most eleven nodes. A 135M model repeats "
-            "itself more than a 7B model, which helps lookup. And our accelerators were trained "
-            "for minutes of a GPU or hours of a CPU core on about 50,000 answers, EAGLE's own on "
-            "68,000 conversations.",
+            "Likely reasons why the order differs: on a GPU, verifying sixty rows takes as long as "
+            "verifying one, so wide trees are free; here eight rows cost 1.1 to 1.4 plain steps "
+            "([plain loop](#plain-loop)), so a draft has at most eleven nodes. A 135M model "
+            "repeats itself more than a 7B model, which helps lookup. And our accelerators were "
+            "trained for minutes of a GPU or hours of a CPU core on about 50,000 answers, EAGLE's "
+            "own on 68,000 conversations.",
             sources("suite_spec_bench"),
         ],
     )

@@ -84,7 +84,7 @@ DYNAMIC = DynamicMode(
 PAPER = register(
     MethodSpec(
         name="m2r2",
-        title="M2R2 near the paper's form (arXiv 2502.02040; reconstructed)",
+        title="M2R2 as the paper describes it (arXiv 2502.02040; reconstructed)",
         summary=(
             "drafts with an accelerated residual stream, and verifies with the remaining "
             "layers (the paper)"

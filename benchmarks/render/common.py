@@ -71,9 +71,18 @@ class Section:
         return kept.replace(" ", "-")
 
 
+PATHS = {"lab/models/smollm2-draft": "smollm2-draft", "lab/texts/smollm2.safetensors": "smollm2"}
+"""Files that rows name: their path and their short name in tables."""
+
+
 def load(name: str) -> dict[str, Any]:
-    """A committed result, by its file's name without the ending."""
-    return json.loads((RESULTS / f"{name}.json").read_text())
+    """A committed result, by its file's name without the ending. Rows name files by their paths in
+    the repository; older ones by the short names that files had in the package.
+    """
+    text = (RESULTS / f"{name}.json").read_text()
+    for path, short in PATHS.items():
+        text = text.replace(f"={path}", f"={short}")
+    return json.loads(text)
 
 
 def processor(data: dict[str, Any]) -> str:

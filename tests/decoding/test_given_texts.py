@@ -174,7 +174,9 @@ def test_files(tmp_path: Path) -> None:
 
 def test_settings_refuse(tmp_path: Path) -> None:
     _, decoder = tiny()
-    with pytest.raises(UserError, match="there is no such file; accepted: one that `multirate te"):
+    with pytest.raises(
+        UserError, match="there is no such file; accepted: a file that `multirate te"
+    ):
         find("sam").make_drafter(decoder, settings={"texts": str(tmp_path / "none")})
     too_many = file_of(tmp_path, [[1, 2, 3]], 14)
     for method in ("sam", "token_recycling"):

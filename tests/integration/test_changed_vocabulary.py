@@ -42,5 +42,5 @@ def test_a_head_of_another_size_than_the_vocabulary_is_refused(backend: str, row
     model: Any = loaded.model
     weight = model.lm_head.weight
     model.lm_head.weight = nn.Parameter(torch.ones(rows, weight.shape[1], dtype=weight.dtype))
-    with pytest.raises(UserError, match=f"a vocabulary of 1024, its head gives {rows} logits"):
+    with pytest.raises(UserError, match=f"a vocabulary of 1024, but its head gives {rows} logits"):
         attach(model, backend=backend)

@@ -78,7 +78,7 @@ def _decided(inspection: Inspection) -> Colouring:
         "verification, or chosen by the full model. The text is the model's own either way."
     )
     return Colouring(
-        "Layers used by each token" if inspection.lossy else "Who decided each token",
+        "Layers used by each token" if inspection.lossy else "Source of each token",
         meaning,
         "decided by",
         [_category(decision, layers) for decision in order],

@@ -178,7 +178,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "own-forward": (own_forward, "layers.1.self_attn has a forward of its own"),
     "other-block": (other_block, "layers.0.mlp is a .* Doubled"),
     "other-scale": (other_scale, "layers.0 scales its attention scores"),
-    "one-bias": (one_bias, "layers.0 has a bias in k_proj alone"),
+    "one-bias": (one_bias, "layers.0 has a bias only in k_proj"),
     "max-norm": (scaled_lookup, "embed_tokens scales its rows"),
     "own-call": (own_call, "layers.0.mlp is a Negated whose class has a __call__ of its own"),
     "final-epsilon": (final_epsilon, r"model\.norm has a norm with epsilon 300\.0"),
@@ -264,7 +264,7 @@ def attention_replaced() -> Iterator[None]:
     [
         (hook_for_all, "a hook on every module"),
         (function_replaced, "modeling_llama.apply_rotary_pos_emb was replaced"),
-        (class_forward_replaced, "layers.0.mlp is a LlamaMLP whose class was given another forw"),
+        (class_forward_replaced, "layers.0.mlp is a LlamaMLP whose class has a replaced forw"),
         (activation_replaced, "torch.nn.functional.silu was replaced"),
         (attention_replaced, "torch.nn.functional.scaled_dot_product_attention was replaced"),
     ],

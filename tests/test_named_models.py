@@ -16,7 +16,7 @@ from multirate.engine import PLAIN, attach
 from multirate.hub import load_model, reference_accelerators
 from multirate.named_models import NAMED
 
-QUESTIONS = ("What causes high blood pressure?", "Write a short story about a fox.")
+QUESTIONS = ("How do noise-cancelling headphones work?", "Write a short story about a fox.")
 TINY_BYTES = 2_000_000
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from multirate.bench.runner import Row
-from multirate.cli.demo import explanation, label
+from multirate.cli.demo import QUESTIONS, explanation, label
+from multirate.hub import reference_accelerators
+from multirate.training.prompt_fingerprints import prompt_fingerprint, read_fingerprints
 
 
 def row(method: str, rate: float, near_ties: int = 0, diverged: int = 0) -> Row:
@@ -64,3 +67,13 @@ def test_the_demo_ends_with_commands_to_try() -> None:
         assert part in done.stdout
     assert 'generate tiny -p "Write a haiku about rain." --stats' in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("method", sorted(reference_accelerators()))
+def test_no_shipped_accelerator_was_trained_on_a_question_of_the_demo(method: str) -> None:
+    folder = reference_accelerators()[method]
+    trained_on = read_fingerprints(folder, json.loads((folder / "accelerator.json").read_text()))
+    assert trained_on and prompt_fingerprint("What causes high blood pressure ?") in trained_on
+    for question in QUESTIONS:
+        for text in (question, f"{question[:-1]} {question[-1]}"):  # MedQuAD writes "pressure ?"
+            assert prompt_fingerprint(text) not in trained_on, question

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multirate.engine import Engine
 
 QUESTIONS = (
-    "What causes high blood pressure?",
+    "How do noise-cancelling headphones work?",
     "Write a short story about a fox who learns to share.",
     "Explain why the sky is blue to a child.",
     "Give three tips for staying healthy.",

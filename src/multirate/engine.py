@@ -643,7 +643,7 @@ class Engine:
         self._spec(name).read_settings(found.settings)
         if found.settings:
             chosen = write_variant(name, found.settings)
-            say_once(f"{chosen}: tuned for this machine on {found.date[:10]}")
+            say_once(f"using settings tuned for this machine on {found.date[:10]}: {chosen}")
         self.tuned_settings[name] = found.settings
         return found.settings
 
@@ -729,7 +729,7 @@ class Engine:
             "tokens are about equally likely"
         )
         if speculate == "auto":
-            self.notice = f"decoded without drafts: {fact}; speculate 'always' drafts anyway"
+            self.notice = f"decoded without drafts: {fact}; speculate=always drafts anyway"
             return True
         self.notice = f"{fact} (float32 prevents this)"
         return False

@@ -418,11 +418,12 @@ def _check_name(name: str, kind: str, needed: str) -> None:
     before the hub is contacted.
     """
     path, one = Path(name), f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
+    places = "a local folder, a GGUF file" if kind == "model" else "a local folder"
     if path.is_dir():
         if not (path / needed).is_file():
             raise UserError(f"{name} is not {one}: it has no {needed}")
     elif path.exists():
-        raise UserError(f"{name} is a file; {one} is a folder or a hub id such as owner/name")
+        raise UserError(f"{name} is a file; {one} is {places} or a hub id such as owner/name")
     elif (
         not name
         or path.is_absolute()
@@ -431,7 +432,7 @@ def _check_name(name: str, kind: str, needed: str) -> None:
         or os.sep == "\\" in name
     ):
         raise UserError(
-            f"there is no folder {name!r}; {one} is a local folder or a hub id such as owner/name"
+            f"there is no folder or file {name!r}; {one} is {places} or a hub id such as owner/name"
         )
 
 
@@ -487,8 +488,8 @@ def _unreachable(what: str) -> str:
     if what.startswith("accelerator "):
         names = sorted({name for known in NAMED.values() for name in _accelerators_of(known)})
     return (
-        f"{what} is not on this machine and {_why_unreachable()}; name a local folder or one of "
-        f"{', '.join(names)}, or connect and use a hub id"
+        f"{what} is not on this machine and {_why_unreachable()}; name a local folder, or "
+        f"{' or '.join(names)}, or connect to use a hub id"
     )
 
 

@@ -83,7 +83,7 @@ def test_limit_blank_lines_and_byte_order_mark(tmp_path: Path) -> None:
     [
         ("{oops", "line 2: not valid JSON"),
         ("[1]", "line 2: expected a JSON object, found list"),
-        ("{}", "line 2: a "),
+        ("{}", "line 2 does not fit suite "),
     ],
 )
 def test_malformed_lines_name_file_and_line(
@@ -115,7 +115,7 @@ def test_malformed_lines_name_file_and_line(
     ],
 )
 def test_wrong_fields(tmp_path: Path, suite: str, record: dict) -> None:
-    with pytest.raises(UserError, match=r"line 1: a \w+ record needs"):
+    with pytest.raises(UserError, match=r"line 1 does not fit suite \w+: it needs"):
         load_suite(suite, write(tmp_path / "bad.jsonl", record))
 
 

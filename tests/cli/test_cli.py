@@ -347,7 +347,11 @@ def test_what_generate_refuses(model: str, tmp_path: Path) -> None:
 
 
 def test_unusable_models(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused(run("generate", "./nowhere", "-p", "hi"), "./nowhere", "local folder or a hub id")
+    refused(
+        run("generate", "./nowhere", "-p", "hi"),
+        "./nowhere",
+        "local folder, a GGUF file or a hub id",
+    )
     refused(run("generate", str(tmp_path), "-p", "hi"), "config.json")
     refused(run("generate", __file__, "-p", "hi"), "is a file")
     refused(run("generate", "bad name!", "-p", "hi"), "bad name!")

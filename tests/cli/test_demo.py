@@ -63,7 +63,7 @@ def test_the_demo_ends_with_commands_to_try() -> None:
     command = [sys.executable, "-m", "multirate.cli.main", "demo", "tiny", "-n", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    for part in ("Without drafts:", "With drafts from ", "speed-up", "Same text: ", "\nNext:\n"):
+    for part in ("Without drafts:", "With drafts from ", "speedup", "Same text: ", "\nNext:\n"):
         assert part in done.stdout
     assert 'generate tiny -p "Write a haiku about rain." --stats' in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100

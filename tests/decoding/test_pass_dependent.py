@@ -118,7 +118,7 @@ def test_custom_generate_gives_the_models_text_and_says_why_it_drafts_nothing() 
     for row in ids:
         want = network.generate(row[None], **options)  # type: ignore[operator]
         ours = multirate.custom_generate(method=METHOD, backend="hf")
-        with pytest.warns(Notice, match="bfloat16.*speculate 'always' drafts"):
+        with pytest.warns(Notice, match="bfloat16.*speculate=always drafts"):
             got = network.generate(row[None], **options, custom_generate=ours)  # type: ignore[operator]
         assert got.equal(want)
     with pytest.warns(Notice, match="bfloat16"):

@@ -137,7 +137,9 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     description.write_text("[]")
     refused("no valid field 'format'")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=r"other.safetensors is a file; an accelerator is a folder"):
+    with pytest.raises(
+        UserError, match=r"other.safetensors is a file; an accelerator is a local folder"
+    ):
         Accelerator.from_pretrained(tmp_path / "other.safetensors", model)
 
 

@@ -122,7 +122,9 @@ def _read(
         try:
             prompts = reader(record)
         except _Field as error:
-            raise UserError(f"{path}, line {number}: a {suite} record {error}") from None
+            raise UserError(
+                f"{path}, line {number} does not fit suite {suite}: it {error}"
+            ) from None
         name = str(next((record[f] for f in _NAMES if f in record), number))
         category = record.get("category")
         if suite == "spec_bench" and category in _MT_BENCH:

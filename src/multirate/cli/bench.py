@@ -325,7 +325,7 @@ def command(
         if name not in transformers_own:
             engine.spec_of(name, besides=(ALL, DYNAMIC, *transformers_own))
     if PLAIN not in names:
-        options.note(f"note: added {PLAIN}, because answers are compared with its answers")
+        options.note(f"note: added {PLAIN}, the baseline for the answers")
         names = [PLAIN, *names]
     content, rows, measured = run(
         engine,

@@ -95,7 +95,7 @@ def table(rows: Sequence[Row]) -> Any:
 
     result = Table(box=SIMPLE_HEAD, pad_edge=False)
     result.add_column("method")
-    for heading in ("tokens/s", "speed-up", "same text"):
+    for heading in ("tokens/s", "speedup", "same text"):
         result.add_column(heading, justify="right")
     for row in rows:
         result.add_row(
@@ -116,7 +116,7 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
     against = baseline(rows)
     found = []
     if against is not None:
-        found.append(f"Speed-up: tokens/s compared with {spoken(against)}.")
+        found.append(f"Speedup: tokens/s compared with {spoken(against)}.")
     joined = [row for row in rows if is_trained(row.method)]
     if staged:
         every = all(row.method in staged for row in rows if row.method not in BASELINES)
@@ -126,7 +126,7 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
         )
     if joined:
         both = "text lookup and two-stage verification" if staged else "text lookup"
-        found.append(f"The speed-up of a trained drafter includes {both}.")
+        found.append(f"The speedup of a trained drafter includes {both}.")
     drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
     if against is not None and drafting:
         found.append(_fastest(against, drafting))
@@ -136,8 +136,8 @@ def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
     elif ties:
         names = ", ".join(f"{row.near_ties} by {spoken(row)}" for row in ties)
         found.append(
-            f"Same text: all answers are the same, token for token, except {names}. Those part "
-            "where two tokens score the same up to rounding, so that either is right."
+            f"Same text: all answers are the same, token for token, except {names}. Those differ "
+            "only where two tokens score the same up to rounding, so either is right."
         )
     else:
         found.append("Same text: all answers are the same, token for token.")

@@ -264,7 +264,7 @@ def command(
         elif engine.used != PLAIN:
             options.note("no tokens were drafted")
         if seen.exits:
-            left = ", ".join(f"{layers}: {n}" for layers, n in sorted(seen.exits.items()))
+            left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
             options.note(f"tokens by the number of layers they used: {left}")
         if seen.doubted:
             options.note(

@@ -35,7 +35,7 @@ Start here:
 app = typer.Typer(
     name="multirate",
     cls=Group,
-    help="Generate text faster with a Hugging Face model or GGUF file, with the same text.",
+    help="Generate the same text faster, with a Hugging Face model or a GGUF file.",
     epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,

@@ -115,8 +115,8 @@ class ExpertTensors:
             self.tensor_names.add(name)
         if not self.tensor_names:
             raise UserError(
-                f"{shards.folder} has no experts; accepted: mixture-of-experts models whose "
-                "tensors are named layers.N.….experts.E.{gate,up,down}_proj, "
+                f"{shards.folder} has no experts to pack; accepted: mixture-of-experts models "
+                "whose tensors are named layers.N.….experts.E.{gate,up,down}_proj, "
                 "….experts.E.{w1,w2,w3}, or ….experts.{gate_up,down}_proj"
             )
         self.layers = sorted({*self._separate, *self._fused})

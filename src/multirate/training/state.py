@@ -36,7 +36,7 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"Cannot write to the output folder {directory}: {error.strerror}."
+            f"cannot write to the output folder {directory}: {str(error.strerror).lower()}"
         ) from None
     if (directory / STATE).exists():
         return
@@ -44,8 +44,8 @@ def prepare_output(directory: Path, overwrite: bool) -> None:
     if description.exists():
         if not overwrite:
             raise UserError(
-                f"Output folder {directory} already holds a finished accelerator; name another "
-                "folder or set overwrite."
+                f"output folder {directory} already holds a finished accelerator; name another "
+                "folder, or overwrite it (--overwrite)"
             )
         try:
             read_description(description, description.read_bytes())  # what is replaced is one

@@ -19,10 +19,8 @@ from render.common import processor  # beside this file
 
 from multirate import attach
 from multirate.bench import provenance
-from multirate.chat_template import encode_chat
-from multirate.cli.demo import QUESTIONS, WARM_UP
+from multirate.cli.demo import QUESTIONS, first_answer, warm_up
 from multirate.cli.options import add_accelerators, load
-from multirate.decoding.text_stream import TextStream
 from multirate.hub import LoadedModel, reference_accelerators
 from multirate.methods.spec import PLAIN, recommended
 
@@ -53,27 +51,16 @@ def record(loaded: LoadedModel, method: str, title: str, max_new_tokens: int) ->
     engine = attach(loaded)
     if method != PLAIN:
         add_accelerators(engine, [], [method], reference_accelerators(None))
-    engine.prepare(method)
-    first, other = (
-        encode_chat(engine.tokenizer, [{"role": "user", "content": text}]) for text in QUESTIONS[:2]
-    )
-    sampling = engine.sampling(temperature=0.0)
-    engine.generate([other], sampling, engine.stopping(WARM_UP), method, speculate="always")
+    warm_up(engine, method)
     pieces: list[tuple[float, str]] = []
     start = time.perf_counter()
-    stream = TextStream(
-        engine.tokenizer, lambda text: pieces.append((time.perf_counter() - start, text))
+    stats = first_answer(
+        engine,
+        method,
+        max_new_tokens,
+        lambda text: pieces.append((time.perf_counter() - start, text)),
     )
-    output = engine.generate(
-        [first],
-        sampling,
-        stop=engine.stopping(max_new_tokens),
-        method=method,
-        on_tokens=lambda _, tokens: stream.push(tokens),
-        speculate="always",
-    )
-    stream.end()
-    return Recording(title, pieces, output.stats.tokens, output.stats.seconds)
+    return Recording(title, pieces, stats.tokens, stats.seconds)
 
 
 def placed(run: Recording) -> list[tuple[float, int, int, str]]:

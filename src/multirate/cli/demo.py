@@ -6,7 +6,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +19,7 @@ from multirate.errors import UserError
 
 if TYPE_CHECKING:
     from multirate.bench.runner import Row
+    from multirate.decoding.results import DecodeStats
     from multirate.engine import Engine
 
 QUESTIONS = (
@@ -59,31 +60,46 @@ def spoken(row: Row) -> str:
     return name.replace("multirate, plain loop", "multirate's plain loop")
 
 
-def answer(engine: Engine, method: str, heading: str, max_new_tokens: int) -> None:
-    """Streams the answer to the first question, then prints its speed."""
-    from multirate.chat_template import encode_chat
-    from multirate.cli.stream import printed
-
-    tokenizer = engine.tokenizer
-    typer.echo(f"{heading}\n")
-    stream = printed(tokenizer)
-    other, prompt = (
-        encode_chat(tokenizer, [{"role": "user", "content": text}])
-        for text in (QUESTIONS[1], QUESTIONS[0])
-    )
+def warm_up(engine: Engine, method: str) -> None:
+    """Prepares a method and answers another question, so that only decoding is timed."""
     engine.prepare(method)
-    sampling = engine.sampling(temperature=0.0)
-    engine.generate([other], sampling, engine.stopping(WARM_UP), method, speculate="always")
-    output = engine.generate(
-        [prompt],
-        sampling,
-        stop=engine.stopping(max_new_tokens),
-        method=method,
-        on_tokens=lambda _, tokens: stream.push(tokens),
-        speculate="always",  # show the method itself, even where plain decoding is faster
+    _generate(engine, method, QUESTIONS[1], WARM_UP)
+
+
+def first_answer(
+    engine: Engine, method: str, max_new_tokens: int, emit: Callable[[str], Any]
+) -> DecodeStats:
+    """Answers the first question greedily. emit(text) gets each piece of text as it is ready."""
+    from multirate.decoding.text_stream import TextStream
+
+    stream = TextStream(engine.tokenizer, emit)
+    stats = _generate(
+        engine, method, QUESTIONS[0], max_new_tokens, lambda _, tokens: stream.push(tokens)
     )
     stream.end()
-    seen = output.stats
+    return stats
+
+
+def _generate(
+    engine: Engine, method: str, question: str, max_new_tokens: int, on_tokens: Any = None
+) -> DecodeStats:
+    from multirate.chat_template import encode_chat
+
+    return engine.generate(
+        [encode_chat(engine.tokenizer, [{"role": "user", "content": question}])],
+        engine.sampling(temperature=0.0),
+        stop=engine.stopping(max_new_tokens),
+        method=method,
+        on_tokens=on_tokens,
+        speculate="always",  # show the method itself, even where plain decoding is faster
+    ).stats
+
+
+def answer(engine: Engine, method: str, heading: str, max_new_tokens: int) -> None:
+    """Streams the answer to the first question, then prints its speed."""
+    typer.echo(f"{heading}\n")
+    warm_up(engine, method)
+    seen = first_answer(engine, method, max_new_tokens, lambda text: typer.echo(text, nl=False))
     rate = seen.tokens / max(seen.seconds, 1e-9)
     typer.echo(f"\n\n[{seen.tokens} tokens in {seen.seconds:.2f} s: {rate:.0f} tokens/s]\n")
 

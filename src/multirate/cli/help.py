@@ -11,7 +11,7 @@ from typing import Any
 from typer.core import TyperCommand
 
 TEXT, MACHINE, ADVANCED = "Input and output", "Hardware", "Advanced"
-MEASURED, OPTIMISER, FILES = "What is measured", "Optimizer and loss", "Data and checkpoints"
+MEASURED, OPTIMIZER, FILES = "What is measured", "Optimizer and loss", "Data and checkpoints"
 SAMPLING, DYNAMIC, EXPERTS = "Sampling", "Dynamic mode (lossy)", "Experts loaded from disk"
 
 _NAMES = 30

@@ -88,7 +88,7 @@ _PANELS = {
             "gradient_accumulation",
             "seed",
         ),
-        help.OPTIMISER,
+        help.OPTIMIZER,
     ),
     **dict.fromkeys(
         (

@@ -27,7 +27,8 @@ def test_processors_that_others_used(
 
 def test_this_process_is_not_another() -> None:
     before = other_processes._seconds()
-    while other_processes._seconds()[2] < before[2] + 0.05:
+    while other_processes._seconds()[2] < before[2] + 0.2:
         sum(range(10_000))
     now = other_processes._seconds()
-    assert now[1] - before[1] >= 0.03  # the machine's time has it, in steps of 10 ms
+    # the machine's clock counts ticks of 10 ms, and may miss some of a process that others interrupt
+    assert now[1] - before[1] > 0.1

@@ -442,8 +442,7 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // What this build is.
-int mr_fixed_point(void);      // whether WEIGHTS_INT16 is the best format for linear layers
-int mr_integer_products(void); // whether they may be WEIGHTS_INT16 or WEIGHTS_INT8
+int mr_integer_products(void); // whether linear layers may be, and best are, WEIGHTS_INT16
 int mr_int12_products(void);   // whether they may be WEIGHTS_INT12
 int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8, W4A16
 

@@ -86,16 +86,16 @@ static int gather_path(PathCopy *path, const bf16 *k, const bf16 *v, int dim, in
 
 // One query row of a tile. Virtual positions [low, visible) count.
 typedef struct {
-    const element *query; // [dim], already scaled
-    element *out;         // [dim]
+    const float *query; // [dim], already scaled
+    float *out;         // [dim]
     const PathCopy *path;
     int low, visible;
 } Query;
 
 struct AttentionScratch {
-    float *scores;    // [TILE_ROWS, capacity]
-    element *weights; // [TILE_ROWS, capacity]
-    element *queries; // [TILE_ROWS, MAX_HEAD_DIM]
+    float *scores;  // [TILE_ROWS, capacity]
+    float *weights; // [TILE_ROWS, capacity]
+    float *queries; // [TILE_ROWS, MAX_HEAD_DIM]
     int capacity;
     PathCopy paths[TILE_ROWS];
 };
@@ -107,7 +107,7 @@ INLINE int whole_blocks(int positions) {
 // Scores [first, last) of `count` queries; `k` is where virtual position 0 would be.
 static void score_blocks(const Query *query, int count, const bf16 *k, int dim, int first, int last,
                          float *const *scores) {
-    const element *x[TILE_ROWS];
+    const float *x[TILE_ROWS];
     for (int i = 0; i < count; i++)
         x[i] = query[i].query;
     int s = first;
@@ -133,8 +133,7 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
 }
 
 // Scores → softmax numerators (weights) over [start, end); returns one over their sum.
-static float softmax_row(float *scores, element *weights, int start, int end, int low,
-                         int visible) {
+static float softmax_row(float *scores, float *weights, int start, int end, int low, int visible) {
     fv highest = all(-INFINITY), sum = all(0.0f);
     iv lane;
     for (int i = 0; i < LANES; i++)
@@ -156,18 +155,18 @@ static float softmax_row(float *scores, element *weights, int start, int end, in
         iv hidden = score == all(-INFINITY);
         fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
         sum += e;
-        store_element_v(weights + s, e);
+        store_v(weights + s, e);
     }
     float total = sum_v(sum);
     return 1.0f / total;
 }
 
 // acc[i] += weights[i] V over [first, last), first even; `v` is where virtual position 0 would be.
-static void add_values(int count, element *const *weights, const bf16 *v, int dim, int d0,
+static void add_values(int count, float *const *weights, const bf16 *v, int dim, int d0,
                        int vectors, int first, int last, f16 (*acc)[4]) {
     if (first >= last)
         return;
-    const element *x[TILE_ROWS];
+    const float *x[TILE_ROWS];
     for (int i = 0; i < count; i++)
         x[i] = weights[i] + first;
     const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
@@ -197,7 +196,7 @@ static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, 
     if (common < start)
         common = start;
     float *scores[TILE_ROWS], scale[TILE_ROWS];
-    element *weights[TILE_ROWS];
+    float *weights[TILE_ROWS];
     for (int i = 0; i < count; i++) {
         scores[i] = scratch->scores + (size_t)i * scratch->capacity;
         weights[i] = scratch->weights + (size_t)i * scratch->capacity;
@@ -215,7 +214,7 @@ static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, 
                          scores + i);
         scale[i] = softmax_row(scores[i], weights[i], start, end, query[i].low, query[i].visible);
         for (int s = end; s < common; s += 16)
-            store_elements(weights[i] + s, splat(0.0f));
+            store(weights[i] + s, splat(0.0f));
     }
     for (int d0 = 0; d0 < dim; d0 += 64) {
         int vectors = dim - d0 >= 64 ? 4 : (dim - d0) / 16;
@@ -235,7 +234,7 @@ static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, 
                 add_values(1, weights + i, path->v - (size_t)path->from * dim, dim, d0, vectors,
                            split, visible, acc + i);
             for (int m = 0; m < vectors; m++)
-                store_elements(query[i].out + d0 + m * 16, acc[i][m] * splat(scale[i]));
+                store(query[i].out + d0 + m * 16, acc[i][m] * splat(scale[i]));
         }
     }
 }
@@ -252,9 +251,8 @@ static AttentionScratch *attention_scratch(ThreadScratch *mine, int capacity) {
         free(scratch->queries);
         size_t none = 0, zero = 0, nothing = 0;
         scratch->scores = grown(NULL, &none, (size_t)TILE_ROWS * want * sizeof(float));
-        scratch->weights = grown(NULL, &zero, (size_t)TILE_ROWS * want * sizeof(element));
-        scratch->queries =
-            grown(NULL, &nothing, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(element));
+        scratch->weights = grown(NULL, &zero, (size_t)TILE_ROWS * want * sizeof(float));
+        scratch->queries = grown(NULL, &nothing, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(float));
         scratch->capacity = want;
     }
     return scratch;
@@ -362,14 +360,14 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
                                : 0;
                 gathered = n;
             }
-            element *query = scratch->queries + j * MAX_HEAD_DIM;
+            float *query = scratch->queries + j * MAX_HEAD_DIM;
             float *from = work->qkv + (size_t)n * width + q * dim;
             norm_and_rotate(s, layer, layer->q_norm, rows->pos[n], from);
             float scale = s->attention_scale;
             if (layer->positions->query_scale)
                 scale *= layer->positions->query_scale[rows->pos[n]];
             for (int d = 0; d < dim; d += 16)
-                store_elements(query + d, load(from + d) * splat(scale));
+                store(query + d, load(from + d) * splat(scale));
             one->query = query;
             one->out = work->heads + ((size_t)n * s->heads + q) * dim;
         }

@@ -1,10 +1,6 @@
 // What this build is.
 #include "tile.h"
 
-int mr_fixed_point(void) {
-    return FIXED_POINT;
-}
-
 int mr_byte_products(void) {
     return BYTE_PRODUCTS;
 }

@@ -12,14 +12,6 @@
 #if BYTE_PRODUCTS
 #include <immintrin.h>
 
-INLINE __m512 element_vector(const element *from) {
-#if FIXED_POINT
-    return _mm512_loadu_ps(from);
-#else
-    return (__m512)load_bf16_v(from);
-#endif
-}
-
 // Lane b of the result: the largest lane of the b-th of 16 vectors.
 INLINE __m512i largest_of_each(const __m512i *v) {
     __m512i four[4];
@@ -103,7 +95,7 @@ static void write_beside(int32_t *beside, const int32_t *words, const float *sca
     }
 }
 
-void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
                    int rows) {
     int in = linear->inputs,
         terms = linear->format == WEIGHTS_W8A16 || linear->format == WEIGHTS_W4A16 ? 2 : 1,
@@ -121,8 +113,7 @@ void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, cons
         int taken = rows - first < share ? rows - first : share, lanes = taken * terms;
         const int16_t *of_tile[BYTE_LANES];
         for (int n = 0; n < taken; n++) {
-            for (int i = 0; i < in; i += 16)
-                _mm512_storeu_ps(row + i, element_vector(x[first + n] + i));
+            memcpy(row, x[first + n], (size_t)in * sizeof *row);
             for (int lane = terms * n; lane < terms * (n + 1); lane++) {
                 int8_t *bytes = q + (size_t)lane * in;
                 int rest = lane + 1 < terms * (n + 1) || linear->format == WEIGHTS_W8A8;

@@ -36,28 +36,6 @@
 
 #define ROW_NORM 32000.0f // ‖x‖ in units of the row's scale; packing.py keeps ‖w‖ ≤ 65000
 
-INLINE fv load_element_v(const element *from) {
-#if FIXED_POINT
-    return load_v(from);
-#else
-    return load_bf16_v(from);
-#endif
-}
-INLINE float element_value(element e) {
-#if FIXED_POINT
-    return e;
-#else
-    return from_bf16(e);
-#endif
-}
-INLINE element element_of(float f) {
-#if FIXED_POINT
-    return f;
-#else
-    return to_bf16(f);
-#endif
-}
-
 INLINE void store_rounded(int16_t *to, fv v) {
 #ifdef __AVX512F__
     _mm256_storeu_si256((__m256i *)to, _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32((__m512)v)));
@@ -75,11 +53,11 @@ INLINE fv square_of_small(fv v) {
 }
 
 // q = round(x · unit); returns Σ q² over elements that hold at most 1/16 of ROW_NORM².
-static float quantise(const element *x, float unit, int in, int16_t *q) {
+static float quantise(const float *x, float unit, int in, int16_t *q) {
     fv a_small = all(0.0f), b_small = a_small, by = all(unit);
     int i = 0;
     for (; i + 2 * LANES <= in; i += 2 * LANES) {
-        fv a = load_element_v(x + i) * by, b = load_element_v(x + i + LANES) * by;
+        fv a = load_v(x + i) * by, b = load_v(x + i + LANES) * by;
         a_small += square_of_small(a);
         b_small += square_of_small(b);
         store_rounded(q + i, a);
@@ -87,7 +65,7 @@ static float quantise(const element *x, float unit, int in, int16_t *q) {
     }
     float rest = sum_v(a_small + b_small);
     for (; i < in; i++) {
-        float v = element_value(x[i]) * unit;
+        float v = x[i] * unit;
         if (fabsf(v) <= ROW_NORM / 4)
             rest += v * v;
         q[i] = (int16_t)lrintf(v);
@@ -95,34 +73,34 @@ static float quantise(const element *x, float unit, int in, int16_t *q) {
     return rest;
 }
 
-static float norm_of(const element *x, int in) {
+static float norm_of(const float *x, int in) {
     fv a = all(0.0f), b = a;
     int i = 0;
     for (; i + 2 * LANES <= in; i += 2 * LANES) {
-        fv u = load_element_v(x + i), v = load_element_v(x + i + LANES);
+        fv u = load_v(x + i), v = load_v(x + i + LANES);
         a += u * u;
         b += v * v;
     }
     float total = sum_v(a + b);
     for (; i < in; i++)
-        total += element_value(x[i]) * element_value(x[i]);
+        total += x[i] * x[i];
     return sqrtf(total);
 }
 
 // Takes the few elements that hold most of a row's norm out of it: those above a quarter of it.
-static void take_outliers(element *row, float unit, int in, Outliers *out) {
+static void take_outliers(float *row, float unit, int in, Outliers *out) {
     for (int i = 0; i < in && out->count < MOST_OUTLIERS; i++) {
-        float v = element_value(row[i]);
+        float v = row[i];
         if (fabsf(v * unit) > ROW_NORM / 4) {
             out->at[out->count] = i;
             out->value[out->count++] = v;
-            row[i] = element_of(0.0f);
+            row[i] = 0.0f;
         }
     }
 }
 
 // q = row in steps of the returned scale, without its outliers.
-static float quantise_row(const element *row, int in, element *rest, int16_t *q, Outliers *out) {
+static float quantise_row(const float *row, int in, float *rest, int16_t *q, Outliers *out) {
     out->count = 0;
     for (;;) {
         float norm = norm_of(row, in);
@@ -143,13 +121,13 @@ static float quantise_row(const element *row, int in, element *rest, int16_t *q,
 // The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
 // row whose norm sits in a few outliers (more than 3/4 of it squared) would leave too few steps for
 // the others: these are multiplied in fp32, each with one line of every 16 outputs' weights.
-void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in) {
+void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int rows, int in) {
     size_t all_rows = (size_t)rows * in;
     // rows, and tiles of them, each filled up by at most 3
     int16_t *copy = mine->fixed =
         grown(mine->fixed, &mine->fixed_size,
               (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
-    element *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
+    float *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
     Outliers *outliers = mine->outliers =
         grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
     out->outliers = outliers;

@@ -29,7 +29,7 @@ static inline int integer_weights(const Linear *linear) {
     return INTEGER_PRODUCTS && linear->format != WEIGHTS_BF16;
 }
 
-void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
              int rows) {
 #if BYTE_PRODUCTS
     if (byte_weights(linear) || half_byte_weights(linear)) {
@@ -105,11 +105,10 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
                     for (int m = from; m < to; m++)
                         acc[r][m] += load(linear->bias + g * 64 + m * 16);
                 if (is_gate(mode)) {
-                    element *to_row = out.activation + row * out.stride + g * 32;
+                    float *to_row = out.activation + row * out.stride + g * 32;
                     const float *gate = (const float *)acc[r], *up = gate + 32;
                     for (int i = 0; i < 32; i += LANES)
-                        store_element_v(to_row + i,
-                                        gate_vector(mode, load_v(gate + i)) * load_v(up + i));
+                        store_v(to_row + i, gate_vector(mode, load_v(gate + i)) * load_v(up + i));
                     continue;
                 }
                 float *y = out.y + row * out.stride + g * 64;
@@ -120,7 +119,7 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
     }
 }
 
-void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
+void matmul(Workspace *work, const Linear *linear, const float *const *x, int rows,
             const int *target, int mode, int whole, Output out, const Linear *then, int thread,
             int threads) {
     int begin = first_column(linear, whole, thread, threads),
@@ -133,7 +132,7 @@ void matmul(Workspace *work, const Linear *linear, const element *const *x, int 
                    then ? column_of(then, first_column(then, 0, thread, threads)) : NULL);
 }
 
-void matmul_balanced(Workspace *work, const Linear *linear, const element *const *x, int rows,
+void matmul_balanced(Workspace *work, const Linear *linear, const float *const *x, int rows,
                      int mode, Output out, const Linear *then, int thread, int threads) {
     int whole = is_gate(mode), unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1,
         units = linear->outputs / 16 / unit;
@@ -154,16 +153,16 @@ void matmul_balanced(Workspace *work, const Linear *linear, const element *const
     }
 }
 
-const element **row_pointers(const element *base, int stride, const int *index, int count,
-                             const element **to) {
+const float **row_pointers(const float *base, int stride, const int *index, int count,
+                           const float **to) {
     for (int n = 0; n < count; n++)
         to[n] = base + (size_t)(index ? index[n] : n) * stride;
     return to;
 }
 
-void low_rank_in(Workspace *work, const LowRank *site, const element *base, int stride,
+void low_rank_in(Workspace *work, const LowRank *site, const float *base, int stride,
                  const int *index, int count, int id, int threads) {
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
     int width = site->a.outputs;
     matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, 0,
            (Output){.y = work->low, .stride = width}, NULL, id, threads);
@@ -172,41 +171,41 @@ void low_rank_in(Workspace *work, const LowRank *site, const element *base, int 
         fv v = load_v(work->low + i);
         if (site->silu)
             v = silu_vector(v);
-        store_element_v(work->low_in + i, v);
+        store_v(work->low_in + i, v);
     }
     barrier(work, threads);
 }
 
 void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index,
                   int count, int id, int threads) {
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
     matmul(work, &site->b, row_pointers(work->low_in, site->a.outputs, NULL, count, from), count,
            index, ADD, 1, (Output){.y = y, .stride = stride}, NULL, id, threads);
 }
 
 // The thread's own copy of a product's rows, normed where it says so.
-static void read_product(Workspace *work, const Product *p, int id, const element **from) {
+static void read_product(Workspace *work, const Product *p, int id, const float **from) {
     int in = p->linear->inputs;
-    element *normed = room_for_normed(&work->own[id], in);
+    float *normed = room_for_normed(&work->own[id], in);
     for (int n = 0; n < p->count; n++)
         read_row(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
     row_pointers(normed, in, NULL, p->count, from);
 }
 
-static void multiply_product(Workspace *work, const Product *p, const element **from, int id,
+static void multiply_product(Workspace *work, const Product *p, const float **from, int id,
                              int threads) {
     matmul(work, p->linear, from, p->count, NULL, p->mode, 0,
            (Output){.y = p->y, .stride = p->linear->outputs}, NULL, id, threads);
 }
 
 void run_product(Workspace *work, void *context, int id, int threads) {
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
     read_product(work, context, id, from);
     multiply_product(work, context, from, id, threads);
 }
 
 void run_product_in_place(Workspace *work, const Product *p, int id, int threads) {
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
     read_product(work, p, id, from);
     barrier(work, threads);
     multiply_product(work, p, from, id, threads);

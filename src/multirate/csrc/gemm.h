@@ -52,7 +52,7 @@ INLINE int tile_share(int left) {
 typedef struct {
     int tiles;
     int begin[MAX_ROWS + 1];
-    const element *const *rows; // of bf16 weights
+    const float *const *rows; // of bf16 weights
 #if INTEGER_PRODUCTS
     // Of integer weights: each tile's rows as fixed_arrange, or prepare_bytes, leaves them.
     const int16_t *arranged[MAX_ROWS];
@@ -63,12 +63,12 @@ typedef struct {
 #endif
 } Operand;
 
-void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
              int rows);
 
 #if INTEGER_PRODUCTS
 // fixed_point.c: the same for integer weights with `in` inputs, and a tile's product.
-void prepare_fixed(Operand *out, ThreadScratch *mine, const element *const *x, int rows, int in);
+void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int rows, int in);
 // Of columns [first, last) of one group; acc[.][m] is the group's m-th.
 void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
                    const uint32_t *after, f16 (*acc)[4]);
@@ -83,7 +83,7 @@ static inline int byte_weights(const Linear *linear) {
 }
 #define BYTE_LANES 12 // rows of a tile at most: each takes two registers
 // byte_rows.c: rows of 8 bits for the weights of w8a8.c and w4a8.c.
-void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const element *const *x,
+void prepare_bytes(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
                    int rows);
 // w8a8.c, w4a8.c: a tile's product.
 void product_bytes(const Linear *linear, int first, int last, const Operand *x, int tile,
@@ -107,8 +107,8 @@ INLINE fv gate_vector(int mode, fv gate) {
 }
 
 typedef struct {
-    float *y;            // STORE, ADD: [rows, stride]
-    element *activation; // gates: [rows, stride]: gate_vector(gate) · up, 32 of each per group
+    float *y;          // STORE, ADD: [rows, stride]
+    float *activation; // gates: [rows, stride]: gate_vector(gate) · up, 32 of each per group
     int stride;
 } Output;
 
@@ -122,22 +122,22 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
 // product that comes next, or NULL. whole: groups are not parted, for products that another one's
 // share has to match, whatever the formats of both: where each thread goes on with its own outputs;
 // and for gates.
-void matmul(Workspace *work, const Linear *linear, const element *const *x, int rows,
+void matmul(Workspace *work, const Linear *linear, const float *const *x, int rows,
             const int *target, int mode, int whole, Output out, const Linear *then, int thread,
             int threads);
 
 // The same, but a thread that is done goes on with others' outputs (shares.c). All threads meet
 // after it, before the next such product.
-void matmul_balanced(Workspace *work, const Linear *linear, const element *const *x, int rows,
+void matmul_balanced(Workspace *work, const Linear *linear, const float *const *x, int rows,
                      int mode, Output out, const Linear *then, int thread, int threads);
 
 // to[n] = row index[n] (or n, when NULL) of `base`. Returns `to`.
-const element **row_pointers(const element *base, int stride, const int *index, int count,
-                             const element **to);
+const float **row_pointers(const float *base, int stride, const int *index, int count,
+                           const float **to);
 
 // First half of a low-rank site: work->low_in [count, rank] = A x (or SiLU of it) for the listed
 // rows. Ends in a barrier.
-void low_rank_in(Workspace *work, const LowRank *site, const element *base, int stride,
+void low_rank_in(Workspace *work, const LowRank *site, const float *base, int stride,
                  const int *index, int count, int id, int threads);
 // Second half: y[index[n]] += B low_in[n]; every thread adds to the whole groups that it owns.
 void low_rank_out(Workspace *work, const LowRank *site, float *y, int stride, const int *index,

@@ -14,8 +14,8 @@ static inline int heads_are_groups(const Shape *s, int threads) {
     return s->head_dim % 64 == 0 && s->kv_heads % threads == 0;
 }
 
-static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
-                         const element *const *x, int rows, Output out, int id, int threads) {
+static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer, const float *const *x,
+                         int rows, Output out, int id, int threads) {
     Operand operands;
     prepare(&operands, &work->own[id], &layer->qkv, x, rows);
     int per_head = s->head_dim / 16, group = s->heads / s->kv_heads,
@@ -32,7 +32,7 @@ static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer,
 // Nothing but keys and values is asked for: the outputs behind the queries', shared out among the
 // threads.
 static void keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
-                            const element *const *x, int rows, Output out, int id, int threads) {
+                            const float *const *x, int rows, Output out, int id, int threads) {
     Operand operands;
     prepare(&operands, &work->own[id], &layer->qkv, x, rows);
     int begin = s->heads * s->head_dim / 64, groups = layer->qkv.outputs / 64 - begin;
@@ -64,7 +64,7 @@ static Sums sums_of(Workspace *work, const Shape *s, const float *norm, float *x
 }
 
 // whole: each thread goes on with its own outputs, as in matmul.
-static void sum_up(Workspace *work, const Linear *linear, const element *const *x, int rows,
+static void sum_up(Workspace *work, const Linear *linear, const float *const *x, int rows,
                    int whole, const Sums *sums, const Linear *then, int id, int threads) {
     int mode = sums->aside ? STORE : ADD;
     Output out = sums->out;
@@ -94,13 +94,13 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
     int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
     int width = (s->heads + 2 * s->kv_heads) * dim;
     int wide = call->beside ? 2 * d : d;
-    element *normed = room_for_normed(mine, wide);
+    float *normed = room_for_normed(mine, wide);
     int fast[MAX_ROWS], fast_count = 0; // the rows with adapters
     if (call->adapters && call->rows.adapted)
         for (int n = 0; n < count; n++)
             if (call->rows.adapted[n])
                 fast[fast_count++] = n;
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
 
     int tap = 0;
     for (int l = call->start; l < call->stop; l++) {
@@ -112,7 +112,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         int whole = adapter != NULL; // what adapters add goes to the thread's own outputs
         // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
         for (int n = 0; n < count; n++) {
-            element *to = normed + (size_t)n * wide;
+            float *to = normed + (size_t)n * wide;
             if (call->beside)
                 read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps, to);
             read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, to + wide - d);
@@ -146,7 +146,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         attention_of_heads(work, s, layer, &call->caches[l], &call->rows, call->key_rows, id,
                            threads);
         barrier(work, threads);
-        const element *attended = work->heads + (size_t)call->key_rows * heads;
+        const float *attended = work->heads + (size_t)call->key_rows * heads;
         float *x = call->x + (size_t)call->key_rows * d;
         count -= call->key_rows;
         if (adapter && adapter->o.rank)
@@ -167,7 +167,7 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
             // LoRA on gate and up needs the gates' sums as they are, so this pass keeps raw sums
             // for all rows.
             low_rank_in(work, &adapter->gate_up, normed, d, fast, fast_count, id, threads);
-            const element *low[MAX_ROWS];
+            const float *low[MAX_ROWS];
             row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, fast_count, low);
             Output raw = {.y = work->qkv, .stride = 2 * inner};
             matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
@@ -180,8 +180,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
                 for (int g = first; g < last; g++)
                     for (int i = 0; i < 32; i += LANES) {
                         const float *y = work->qkv + (size_t)n * 2 * inner + g * 64 + i;
-                        store_element_v(work->activation + (size_t)n * inner + g * 32 + i,
-                                        gate_vector(gate, load_v(y)) * load_v(y + 32));
+                        store_v(work->activation + (size_t)n * inner + g * 32 + i,
+                                gate_vector(gate, load_v(y)) * load_v(y + 32));
                     }
         } else {
             matmul_balanced(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from),

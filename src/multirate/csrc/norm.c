@@ -11,10 +11,10 @@ float inverse_rms(const float *x, int d, float eps) {
 }
 
 // Epsilon lies inside the root.
-void rms_norm(const float *x, const float *weight, int d, float eps, element *out) {
+void rms_norm(const float *x, const float *weight, int d, float eps, float *out) {
     f16 scale = splat(inverse_rms(x, d, eps));
     for (int i = 0; i < d; i += 16)
-        store_elements(out + i, load(x + i) * scale * load(weight + i));
+        store(out + i, load(x + i) * scale * load(weight + i));
 }
 
 void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x) {
@@ -25,13 +25,13 @@ void add_normed(const float *y, const float *weight, int d, float eps, float fac
     }
 }
 
-void read_row(const float *x, const float *weight, int d, float eps, element *out) {
+void read_row(const float *x, const float *weight, int d, float eps, float *out) {
     if (weight) {
         rms_norm(x, weight, d, eps, out);
         return;
     }
     for (int i = 0; i < d; i += 16)
-        store_elements(out + i, load(x + i));
+        store(out + i, load(x + i));
 }
 
 // The same in place, for any d.

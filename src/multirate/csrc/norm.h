@@ -4,10 +4,10 @@
 #include "tile.h"
 
 // RMSNorm of x [d], as the next product reads it.
-void rms_norm(const float *x, const float *weight, int d, float eps, element *out);
+void rms_norm(const float *x, const float *weight, int d, float eps, float *out);
 
 // The same; weight NULL: x as it is.
-void read_row(const float *x, const float *weight, int d, float eps, element *out);
+void read_row(const float *x, const float *weight, int d, float eps, float *out);
 
 // x += factor · RMSNorm(y), all [d]; weight NULL: y as it is.
 void add_normed(const float *y, const float *weight, int d, float eps, float factor, float *x);

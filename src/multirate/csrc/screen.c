@@ -17,7 +17,7 @@
 #include "shares.h"
 #include "simd.h"
 
-#if BYTE_PRODUCTS && FIXED_POINT
+#if BYTE_PRODUCTS
 
 #define CHUNK 512 // outputs whose bounds, and their maximum, are told while they are in the cache
 #define MOST_COLUMNS 256     // that are computed one by one; after these the whole row is
@@ -28,7 +28,7 @@ typedef struct {
     const Screen *screen;
     const float *x, *norm;
     Reach *reach;           // out: [count]
-    element *rows;          // out: as the head reads them
+    float *rows;            // out: as the head reads them
     float *upper, *highest; // [count, outputs], [count, chunks]
     float eps;
     int count, vocab;
@@ -38,7 +38,7 @@ static int chunks_of(const Linear *head) {
     return (head->outputs + CHUNK - 1) / CHUNK;
 }
 
-static Reach reach_of(const element *row, int in, float rounded_off) {
+static Reach reach_of(const float *row, int in, float rounded_off) {
     fv sum = all(0.0f);
     for (int i = 0; i < in; i += LANES) {
         fv v = load_v(row + i);
@@ -69,10 +69,10 @@ static float raise(float *y, const float *error, const float *norm, int outputs,
 static void run_screen(Workspace *work, void *context, int id, int threads) {
     const ScreenCall *call = context;
     const Linear *linear = &call->screen->linear;
-    const element *from[MAX_ROWS];
+    const float *from[MAX_ROWS];
     int in = linear->inputs, count = call->count, outputs = linear->outputs,
         chunks = chunks_of(call->head);
-    element *normed = room_for_normed(&work->own[id], in);
+    float *normed = room_for_normed(&work->own[id], in);
     for (int n = 0; n < count; n++)
         read_row(call->x + (size_t)n * in, call->norm, in, call->eps, normed + (size_t)n * in);
     if (id == 0)
@@ -272,7 +272,7 @@ static int64_t likeliest_with_noise(Bounds *bounds, const Noise *noise) {
 // Row `row` of the last screen_rows, on thread `id`.
 static void open_row(Bounds *bounds, Workspace *work, const Linear *head, const Screen *screen,
                      int row, float *upper, int vocab, int id) {
-    const element *x = work->screened + (size_t)row * head->inputs;
+    const float *x = work->screened + (size_t)row * head->inputs;
     bounds->head = head;
     bounds->screen = screen;
     bounds->upper = upper;

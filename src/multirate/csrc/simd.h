@@ -14,11 +14,6 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
-#if defined(__AVX512BF16__) && defined(__AVX512F__)
-#define HAVE_DPBF16 1
-#else
-#define HAVE_DPBF16 0
-#endif
 
 typedef float f16 __attribute__((vector_size(64)));    // 16 fp32 lanes
 typedef int32_t i16 __attribute__((vector_size(64)));  // 16 int32 lanes
@@ -62,30 +57,11 @@ INLINE void store(float *p, f16 v) {
 
 // 16 fp32 → 16 bf16, round to nearest even.
 INLINE void store_bf16(bf16 *to, f16 v) {
-#if HAVE_DPBF16
-    __m256bh low = _mm512_cvtneps_pbh((__m512)v);
-    memcpy(to, &low, 32);
-#else
     typedef uint16_t u16x16 __attribute__((vector_size(32)));
     u16 bits = (u16)v;
     bits = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
     u16x16 low = __builtin_convertvector(bits, u16x16);
     memcpy(to, &low, 32);
-#endif
-}
-
-// acc[16] += w[16][2] · (x0, x1), x given as one 32-bit pair of bf16.
-INLINE f16 dot_pairs(f16 acc, u16 w, uint32_t pair) {
-#if HAVE_DPBF16
-    return (f16)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32((int)pair));
-#else
-    union {
-        uint32_t u;
-        float f;
-    } lo = {.u = pair << 16}, hi = {.u = pair & 0xffff0000u};
-    f16 even = (f16)(w << 16), odd = (f16)(w & 0xffff0000u);
-    return (acc + odd * splat(hi.f)) + even * splat(lo.f);
-#endif
 }
 
 // The processor's own width, for functions that a compiler would otherwise spill.

@@ -4,7 +4,8 @@
 #define MULTIRATE_TILE_H
 #include "simd.h"
 
-// Whether a build has products of int16 (fixed_point.c).
+// Whether a build has products of int16 (fixed_point.c): linear layers then have such weights, and
+// only attention and experts have those of bf16.
 #if !defined(MULTIRATE_WIDE) &&                                                                    \
     (defined(__AVX512BW__) || (defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)))
 #define INTEGER_PRODUCTS 1
@@ -26,16 +27,7 @@
 #define BYTE_PRODUCTS 0
 #endif
 
-// Integers are preferred to bf16 products where a processor has both: they are as fast on some and
-// four times as fast on others (docs/kernel.md). MULTIRATE_BF16_PRODUCTS: the other way round.
-#if INTEGER_PRODUCTS && !(HAVE_DPBF16 && defined(MULTIRATE_BF16_PRODUCTS))
-#define FIXED_POINT 1  // linear layers are int16, attention and experts are bf16
-typedef float element; // of the rows of a product
-#else
-#define FIXED_POINT 0
-typedef bf16 element;
-#endif
-#if FIXED_POINT && !defined(__AVX512F__)
+#if INTEGER_PRODUCTS && !defined(__AVX512F__)
 #define AVX2_TILE 1
 #else
 #define AVX2_TILE 0
@@ -57,33 +49,14 @@ typedef bf16 element;
 #define N_11(F) N_10(F) F(10)
 #define N_12(F) N_11(F) F(11)
 
-INLINE void store_elements(element *to, f16 v) {
-#if FIXED_POINT
-    store(to, v);
-#else
-    store_bf16(to, v);
-#endif
-}
-
-INLINE void store_element_v(element *to, fv v) {
-#if FIXED_POINT
-    store_v(to, v);
-#elif LANES == 16
-    store_bf16(to, (f16)v);
-#else
-    for (int i = 0; i < LANES; i++)
-        to[i] = to_bf16(v[i]);
-#endif
-}
-
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
 // outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
 // which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
-void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
-          int vectors, const char *ahead, int lines, f16 (*acc)[4]);
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
+          const char *ahead, int lines, f16 (*acc)[4]);
 
 #if !AVX2_TILE
 // acc[n][m] += K · rows[n] for four consecutive blocks m of 16 keys, of `pairs` pairs each.
-void tile_blocks(const uint32_t *k, const element *const *x, int rows, int pairs, f16 (*acc)[4]);
+void tile_blocks(const uint32_t *k, const float *const *x, int rows, int pairs, f16 (*acc)[4]);
 #endif
 #endif

@@ -1,9 +1,8 @@
-// The innermost product on AVX2 with FMA: 16 registers of 8 lanes, and no instruction that
-// multiplies bf16.
+// The innermost product on AVX2 with FMA: 16 registers of 8 lanes.
 //
 // Weights become fp32 in registers (a mask, a shift). Rows are fp32 in memory, so one broadcast
-// brings an element into a register. Outputs are summed as in tile_wide.c: k by k, the odd element
-// of a pair first.
+// brings an input into a register. Outputs are summed as in tile_wide.c: k by k, the odd input of a
+// pair first.
 #include "tile.h"
 #if AVX2_TILE
 #include <immintrin.h>
@@ -109,8 +108,8 @@ static const struct {
 
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
 // outputs. The words of pair k are at weight + k · step. `ahead`: memory that will be read next.
-void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
-          int vectors, const char *ahead, int lines, f16 (*acc)[4]) {
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
+          const char *ahead, int lines, f16 (*acc)[4]) {
     (void)lines;
     int wide = passes[rows].vectors;
     for (int m = 0; m < vectors;) {

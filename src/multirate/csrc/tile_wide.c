@@ -14,9 +14,7 @@
 #define W_4(F) W_1(F) F(1) F(2) F(3)
 #define LOADS_1(n) M_1(LOAD, n)
 #define LOADS_4(n) M_4(LOAD, n)
-#if FIXED_POINT
-// Rows of fp32, as attention and experts have them beside int16 linear layers: the weights become
-// fp32 in registers, the odd element of a pair first (as dot_pairs has it).
+// The weights become fp32 in registers, the odd one of a pair first.
 #define ROW(n) const float *row##n = rows[n];
 #define ODD(m) f16 w##m = (f16)(load_pairs(weight + m * gap) & 0xffff0000u);
 #define EVEN(m) f16 w##m = (f16)(load_pairs(weight + m * gap) << 16);
@@ -46,29 +44,13 @@
         W_##VECTORS(ODD) N_##ROWS(ODDS_##VECTORS)                                                  \
     }                                                                                              \
     {W_##VECTORS(EVEN) N_##ROWS(EVENS_##VECTORS)}
-#else
-#define ROW(n) const uint32_t *row##n = (const uint32_t *)rows[n];
-#define WEIGHT(m) u16 w##m = load_pairs(weight + m * gap);
-#define DOT(n, m) a##n##m = dot_pairs(a##n##m, w##m, pair);
-#define DOTS_1(n)                                                                                  \
-    {                                                                                              \
-        uint32_t pair = row##n[k];                                                                 \
-        M_1(DOT, n)                                                                                \
-    }
-#define DOTS_4(n)                                                                                  \
-    {                                                                                              \
-        uint32_t pair = row##n[k];                                                                 \
-        M_4(DOT, n)                                                                                \
-    }
-#define STEP(ROWS, VECTORS) W_##VECTORS(WEIGHT) N_##ROWS(DOTS_##VECTORS)
-#endif
 #define KEEPS_1(n) M_1(KEEP, n)
 #define KEEPS_4(n) M_4(KEEP, n)
 #define PREFETCH_STEPS 12 // steps of 256 bytes ahead
 // GAP: words between the vectors of a step. FETCH: where step k fetches LINES lines. HINT: 3 into
 // the core's first cache, 2 into its second.
 #define PASS(NAME, ROWS, VECTORS, GAP, FETCH, LINES, HINT)                                         \
-    static void NAME##_##ROWS(const uint32_t *weight, int step, const element *const *rows,        \
+    static void NAME##_##ROWS(const uint32_t *weight, int step, const float *const *rows,          \
                               int pairs, const uint32_t *next, f16(*acc)[4]) {                     \
         (void)next;                                                                                \
         const long gap = GAP;                                                                      \
@@ -99,7 +81,7 @@ PASSES(quarter, 4, 16, next + 16 * k, 1, 2)
 // What is fetched lies as far into the next four.
 PASSES(blocks, 4, (long)pairs * 16, weight + 4 * gap, 4, 3)
 
-typedef void (*Pass)(const uint32_t *, int, const element *const *, int, const uint32_t *,
+typedef void (*Pass)(const uint32_t *, int, const float *const *, int, const uint32_t *,
                      f16 (*)[4]);
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
 static const Pass narrow_pass[TILE_ROWS + 1] = OF_ROWS(narrow);
@@ -109,8 +91,8 @@ static const Pass wide_pass[3][TILE_ROWS + 1] = {OF_ROWS(own), OF_ROWS(quarter),
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
 // outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
 // which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
-void tile(const uint32_t *weight, int step, const element *const *x, int rows, int pairs,
-          int vectors, const char *ahead, int lines, f16 (*acc)[4]) {
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
+          const char *ahead, int lines, f16 (*acc)[4]) {
     if (vectors == 4) {
         wide_pass[lines][rows](weight, step, x, pairs, (const uint32_t *)ahead, acc);
         return;
@@ -119,7 +101,7 @@ void tile(const uint32_t *weight, int step, const element *const *x, int rows, i
         narrow_pass[rows](weight + m * 16, step, x, pairs, NULL, (f16(*)[4]) & acc[0][m]);
 }
 
-void tile_blocks(const uint32_t *weight, const element *const *x, int rows, int pairs,
+void tile_blocks(const uint32_t *weight, const float *const *x, int rows, int pairs,
                  f16 (*acc)[4]) {
     blocks_pass[rows](weight, 16, x, pairs, NULL, acc);
 }

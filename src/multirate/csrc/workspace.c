@@ -26,14 +26,14 @@ void *grown(void *old, size_t *have, size_t want) {
     return p;
 }
 
-element *room_for_normed(ThreadScratch *mine, int width) {
-    size_t bytes = (size_t)MAX_ROWS * width * sizeof(element);
+float *room_for_normed(ThreadScratch *mine, int width) {
+    size_t bytes = (size_t)MAX_ROWS * width * sizeof(float);
     return mine->normed = grown(mine->normed, &mine->normed_size, bytes);
 }
 
 void room_for_adapters(Workspace *work) {
     work->low = grown(work->low, &work->low_size, MAX_ROWS * MAX_RANK * sizeof(float));
-    work->low_in = grown(work->low_in, &work->low_in_size, MAX_ROWS * MAX_RANK * sizeof(element));
+    work->low_in = grown(work->low_in, &work->low_in_size, MAX_ROWS * MAX_RANK * sizeof(float));
 }
 
 void make_room(Workspace *work, const Shape *shape, int adapters) {
@@ -45,9 +45,8 @@ void make_room(Workspace *work, const Shape *shape, int adapters) {
     size_t heads = MAX_ROWS * (size_t)shape->heads * shape->head_dim;
     size_t activation = MAX_ROWS * (size_t)shape->intermediate;
     work->qkv = grown(work->qkv, &work->qkv_size, wide * sizeof(float));
-    work->heads = grown(work->heads, &work->heads_size, heads * sizeof(element));
-    work->activation =
-        grown(work->activation, &work->activation_size, activation * sizeof(element));
+    work->heads = grown(work->heads, &work->heads_size, heads * sizeof(float));
+    work->activation = grown(work->activation, &work->activation_size, activation * sizeof(float));
     if (adapters)
         room_for_adapters(work);
 }

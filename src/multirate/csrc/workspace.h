@@ -28,10 +28,10 @@ typedef struct {
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
 // `fixed`, what lacks its outliers in `rest` on the way.
 typedef struct {
-    element *normed;
+    float *normed;
     AttentionScratch *attention;
     int16_t *fixed;
-    element *rest;
+    float *rest;
     Outliers *outliers;
     size_t normed_size, fixed_size, rest_size, outliers_size;
     uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
@@ -54,8 +54,8 @@ struct Workspace {
     double spent[SPENT_KINDS]; // as mr_spent has it
     // Shared by the threads of a call; grown on demand, never shrunk.
     float *qkv, *low, *neurons, *beside;
-    element *heads, *activation, *low_in;
-    element *screened; // of the last screen_rows: its rows …
+    float *heads, *activation, *low_in;
+    float *screened; // of the last screen_rows: its rows …
     Reach *reach;
     float *highest;  // … and the largest bounds
     void *trees;     // of draft_trees …
@@ -81,7 +81,7 @@ static inline int threads_of(const Workspace *work) {
 void *grown(void *old, size_t *have, size_t want);
 
 // The thread's `normed`, with room for MAX_ROWS rows of `width`.
-element *room_for_normed(ThreadScratch *mine, int width);
+float *room_for_normed(ThreadScratch *mine, int width);
 
 // The shared activations, large enough for a call of MAX_ROWS rows of this shape.
 void make_room(Workspace *work, const Shape *shape, int adapters);

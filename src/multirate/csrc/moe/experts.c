@@ -66,16 +66,16 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
     const Portion *portions = call->portions;
     int d = portions->expert->gate_up.inputs, inner = portions->expert->down.inputs,
         last = call->count - 1;
-    element *normed = room_for_normed(mine, d);
-    const element *from[MAX_ROWS];
+    float *normed = room_for_normed(mine, d);
+    const float *from[MAX_ROWS];
     for (int u = 0; u < call->uses; u++) {
-        element *to = normed + (size_t)u * d;
+        float *to = normed + (size_t)u * d;
         from[u] = to;
         if (u && call->rows[u] == call->rows[u - 1])
             from[u] = from[u - 1]; // a single row's experts all read it
         else
             for (int i = 0; i < d; i += 16)
-                store_elements(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
+                store(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
     }
     for (int p = 0; p <= last; p++) {
         const Portion *one = portions + p;
@@ -99,7 +99,7 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
 void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
                 const float *normed, const int32_t *rows, const int32_t *places, float *parts) {
     work->activation = grown(work->activation, &work->activation_size,
-                             MAX_ROWS * (size_t)experts[0]->down.inputs * sizeof(element));
+                             MAX_ROWS * (size_t)experts[0]->down.inputs * sizeof(float));
     Portion portions[MAX_ROWS];
     ExpertCall call = {portions, 0, 0, normed, rows, places, parts};
     for (int e = 0; e < count; e++)

@@ -57,14 +57,14 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
     const ResidualCall *f = context;
     int d = f->near->a.inputs / 2;
-    element *normed = room_for_normed(mine, 2 * d);
+    float *normed = room_for_normed(mine, 2 * d);
     for (int n = 0; n < f->count; n++) {
-        element *to = normed + (size_t)n * 2 * d;
+        float *to = normed + (size_t)n * 2 * d;
         rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
         if (f->state)
             rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
         else
-            memset(to + d, 0, (size_t)d * sizeof(element));
+            memset(to + d, 0, (size_t)d * sizeof(float));
     }
     size_t bytes = (size_t)f->count * d * sizeof(float);
     if (!id) {
@@ -144,7 +144,7 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
     const PrunedCall *t = context;
     const PrunedExperts *s = t->layer;
     int d = t->d, rows = s->rows, each = t->k * rows;
-    element *normed = NULL;
+    float *normed = NULL;
     if (s->site) {
         normed = room_for_normed(mine, d);
         for (int n = 0; n < t->count; n++)

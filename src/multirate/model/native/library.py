@@ -38,18 +38,6 @@ _LONGEST_BUILD = 120
 
 VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "native": (("-march=native",), ()),
-    "avx512bf16": (
-        ("-march=cooperlake", "-DMULTIRATE_BF16_PRODUCTS"),
-        (
-            "avx512f",
-            "avx512bw",
-            "avx512dq",
-            "avx512vl",
-            "avx512cd",
-            "avx512_vnni",
-            "avx512_bf16",
-        ),
-    ),
     "avx512": (
         ("-march=skylake-avx512",),
         ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"),
@@ -62,8 +50,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "portable": (("-DMULTIRATE_WIDE",), ()),
 }
 """What a build may be for: the compiler's flags, and the processor's that it then needs. native:
-this processor, with all it has, in fixed point; avx512bf16: with products of bf16 instead;
-portable: no instructions beyond the architecture's own.
+this processor, with all it has; portable: no instructions beyond the architecture's own.
 """
 
 

@@ -49,7 +49,7 @@ def exact_layout() -> int:
     """The layout of weights that the model's own results come from: 16 bits, as this processor
     multiplies them fastest.
     """
-    return INT16 if library.kernel().mr_fixed_point() else BF16
+    return INT16 if library.kernel().mr_integer_products() else BF16
 
 
 def draft_layout(weights: str) -> int:
@@ -77,7 +77,7 @@ def byte_products() -> bool:
 
 def screened() -> bool:
     """Whether heads have a `Screen` on this processor."""
-    return byte_products() and exact_layout() == INT16
+    return byte_products()
 
 
 def packed_bytes(weights: int, head: int) -> int:

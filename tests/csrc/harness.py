@@ -20,6 +20,17 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def selection(outputs: int, inputs: int, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Weights of which each output has one, a power of two of either sign: products with them are
+    exact. scale: for callers that give one to random weights; not used.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    at = torch.randint(0, inputs, (outputs, 1), generator=generator)
+    steps = torch.randint(-1, 2, (outputs, 1), generator=generator).float()
+    signs = torch.randint(0, 2, (outputs, 1), generator=generator).float() * 2 - 1
+    return torch.zeros(outputs, inputs).scatter(1, at, signs * 2.0**steps)
+
+
 def of_half_bytes(outputs: int, inputs: int, seed: int = 0) -> Tensor:
     """Weights that a file of 4 bits has, rounded to bf16."""
     generator = torch.Generator().manual_seed(seed)

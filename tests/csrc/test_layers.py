@@ -4,6 +4,7 @@ the cache.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,9 +47,11 @@ class Case:
     adapted: bool = False
     rank: int = 8
     threads: int = 2
+    layout: int | None = None
+    weights: Callable[..., Tensor] = bf16_values
 
     def __post_init__(self) -> None:
-        self.owner, self.workspace = Owner(), library.Workspace(self.threads)
+        self.owner, self.workspace = Owner(self.layout), library.Workspace(self.threads)
         self.layers = [self._weights(100 * i) for i in range(2)]
         half = (self.dim if self.rotated is None else self.rotated) // 2
         angle = torch.arange(CAPACITY)[:, None] * 10000.0 ** -(torch.arange(half) / max(half, 1))
@@ -78,7 +81,7 @@ class Case:
 
     def _weights(self, seed: int) -> reference.LayerWeights:
         def weight(outputs: int, inputs: int, at: int) -> Tensor:
-            return bf16_values(outputs, inputs, seed=seed + at, scale=inputs**-0.5)
+            return self.weights(outputs, inputs, seed=seed + at, scale=inputs**-0.5)
 
         def norm(size: int, at: int) -> Tensor:
             return randn(size, seed=seed + at) * 0.1 + 1

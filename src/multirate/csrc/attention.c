@@ -126,7 +126,7 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
         f16 acc[TILE_ROWS][4];
         for (int i = 0; i < count; i++)
             acc[i][0] = splat(0.0f);
-        tile(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), 0, acc);
+        tile_fused(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), acc);
         for (int i = 0; i < count; i++)
             store(scores[i] + s, acc[i][0]);
     }
@@ -134,7 +134,8 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
 
 // Scores → softmax numerators (weights) over [start, end); returns one over their sum.
 static float softmax_row(float *scores, float *weights, int start, int end, int low, int visible) {
-    fv highest = all(-INFINITY), sum = all(0.0f);
+    fv highest = all(-INFINITY);
+    Sum sum = no_sum();
     iv lane;
     for (int i = 0; i < LANES; i++)
         lane[i] = i;
@@ -150,15 +151,15 @@ static float softmax_row(float *scores, float *weights, int start, int end, int 
         highest = (fv)(((iv)score & greater) | ((iv)highest & ~greater));
     }
     float top = max_v(highest);
-    for (int s = start; s < end; s += LANES) {
-        fv score = load_v(scores + s);
-        iv hidden = score == all(-INFINITY);
-        fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
-        sum += e;
-        store_v(weights + s, e);
-    }
-    float total = sum_v(sum);
-    return 1.0f / total;
+    for (int s = start; s < end; s += 16)
+        for (int j = 0; j < 16 / LANES; j++) {
+            fv score = load_v(scores + s + j * LANES);
+            iv hidden = score == all(-INFINITY);
+            fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
+            sum.of[j] += e;
+            store_v(weights + s + j * LANES, e);
+        }
+    return 1.0f / total_of(sum);
 }
 
 // acc[i] += weights[i] V over [first, last), first even; `v` is where virtual position 0 would be.
@@ -170,7 +171,7 @@ static void add_values(int count, float *const *weights, const bf16 *v, int dim,
     for (int i = 0; i < count; i++)
         x[i] = weights[i] + first;
     const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
-    tile(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, 0, acc);
+    tile_fused(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, acc);
 }
 
 // out = softmax(q·K) V of up to TILE_ROWS queries of one sequence over one K/V head, [.., dim]

@@ -240,14 +240,10 @@ static double __attribute__((noinline)) arla_score(const Arla *arla, float eps, 
                                                    const float *row) {
     float scale = inverse_rms(row, d, eps), logit = arla->out_bias;
     for (int i = 0; i < arla->latent; i++) {
-        const float *weight = arla->weight + (size_t)i * d;
-        fv sum = all(0.0f);
-        for (int j = 0; j < d; j += LANES)
-            sum += load_v(weight + j) * load_v(row + j);
-        float y = scale * sum_v(sum) + arla->bias[i];
-        logit += arla->out[i] * y / (1.0f + expf(-y));
+        float y = scale * dot_of(arla->weight + (size_t)i * d, row, d) + arla->bias[i];
+        logit += arla->out[i] * y * sigmoid_of(y);
     }
-    return (double)(1.0f / (1.0f + expf(-logit)));
+    return (double)sigmoid_of(logit);
 }
 
 void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores) {

@@ -52,18 +52,24 @@ INLINE fv square_of_small(fv v) {
     return (fv)((iv)(v * v) & (size <= all(ROW_NORM / 4)));
 }
 
+// Both sums over a row have two Sums, whose additions overlap: 32 lanes.
+INLINE float both(Sum a, Sum b) {
+    for (int j = 0; j < 16 / LANES; j++)
+        a.of[j] += b.of[j];
+    return total_of(a);
+}
+
 // q = round(x · unit); returns Σ q² over elements that hold at most 1/16 of ROW_NORM².
 static float quantise(const float *x, float unit, int in, int16_t *q) {
-    fv a_small = all(0.0f), b_small = a_small, by = all(unit);
+    Sum small[2] = {no_sum(), no_sum()};
     int i = 0;
-    for (; i + 2 * LANES <= in; i += 2 * LANES) {
-        fv a = load_v(x + i) * by, b = load_v(x + i + LANES) * by;
-        a_small += square_of_small(a);
-        b_small += square_of_small(b);
-        store_rounded(q + i, a);
-        store_rounded(q + i + LANES, b);
-    }
-    float rest = sum_v(a_small + b_small);
+    for (; i + 32 <= in; i += 32)
+        for (int j = 0; j < 32 / LANES; j++) {
+            fv v = load_v(x + i + j * LANES) * all(unit);
+            small[j * LANES / 16].of[j % (16 / LANES)] += square_of_small(v);
+            store_rounded(q + i + j * LANES, v);
+        }
+    float rest = both(small[0], small[1]);
     for (; i < in; i++) {
         float v = x[i] * unit;
         if (fabsf(v) <= ROW_NORM / 4)
@@ -74,14 +80,14 @@ static float quantise(const float *x, float unit, int in, int16_t *q) {
 }
 
 static float norm_of(const float *x, int in) {
-    fv a = all(0.0f), b = a;
+    Sum sum[2] = {no_sum(), no_sum()};
     int i = 0;
-    for (; i + 2 * LANES <= in; i += 2 * LANES) {
-        fv u = load_v(x + i), v = load_v(x + i + LANES);
-        a += u * u;
-        b += v * v;
-    }
-    float total = sum_v(a + b);
+    for (; i + 32 <= in; i += 32)
+        for (int j = 0; j < 32 / LANES; j++) {
+            fv v = load_v(x + i + j * LANES), *to = &sum[j * LANES / 16].of[j % (16 / LANES)];
+            *to = fma_v(v, v, *to);
+        }
+    float total = both(sum[0], sum[1]);
     for (; i < in; i++)
         total += x[i] * x[i];
     return sqrtf(total);
@@ -181,7 +187,7 @@ static f16 outlier_products(const Outliers *outliers, const char *weight, int fo
         int at = outliers->at[i];
         i16 pairs = (i16)line_of(weight, format, at / 2);
         i16 each = at % 2 ? pairs >> 16 : (pairs << 16) >> 16;
-        sum += __builtin_convertvector(each, f16) * splat(outliers->value[i]);
+        sum = fma16(__builtin_convertvector(each, f16), splat(outliers->value[i]), sum);
     }
     return sum;
 }
@@ -233,7 +239,7 @@ void product_fixed(const Linear *linear, int first_of, int last_of, const Operan
             const Outliers *outliers = x->outliers + first + r;
             acc[r][m] *= unit * splat(x->scale[first + r]);
             if (outliers->count)
-                acc[r][m] += unit * outlier_products(outliers, weight, format);
+                acc[r][m] = fma16(unit, outlier_products(outliers, weight, format), acc[r][m]);
         }
     }
 }

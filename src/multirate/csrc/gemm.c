@@ -81,7 +81,7 @@ static void product(const Linear *linear, int first_of, int last_of, const Opera
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
     memset(acc, 0, (size_t)rows * sizeof *acc);
-    tile(column_of(linear, first_of), 64, x->rows + first, rows, pairs, 4,
+    tile(column_of(linear, first_of), 64, x->rows + first, rows, pairs,
          (const char *)(after + (size_t)part * pairs * 16 * lines), lines, acc);
 }
 

@@ -55,16 +55,17 @@ void mr_top(const float *logits, int count, int vocab, int stride, int k, float 
         int64_t *id = ids + (size_t)n * k;
         float *of = probabilities + (size_t)n * k;
         int found = best_of(row, vocab, k, id);
-        fv sum = all(0.0f);
+        Sum sum = no_sum();
         float top = found ? row[id[0]] : -INFINITY;
         int i = 0;
-        for (; i + LANES <= vocab; i += LANES)
-            sum += exp_vector((load_v(row + i) - all(top)) * all(sharpness));
-        float total = sum_v(sum);
+        for (; i + 16 <= vocab; i += 16)
+            for (int j = 0; j < 16 / LANES; j++)
+                sum.of[j] += exp_vector((load_v(row + i + j * LANES) - all(top)) * all(sharpness));
+        float total = total_of(sum);
         for (; i < vocab; i++)
-            total += expf(sharpness * (row[i] - top));
+            total += exp_of(sharpness * (row[i] - top));
         for (int j = 0; j < k; j++) {
-            of[j] = expf(sharpness * ((j < found ? row[id[j]] : -INFINITY) - top)) / total;
+            of[j] = j < found ? exp_of(sharpness * (row[id[j]] - top)) / total : 0.0f;
             if (!(of[j] >= 0.0f)) // the logits are no numbers
                 of[j] = 0.0f;
         }
@@ -83,12 +84,14 @@ void __attribute__((noinline)) refine_likeliest(const bf16 *exact, const float *
     float scale = norm ? inverse_rms(x, d, eps) : 1.0f;
     for (int j = 0; j < found; j++) {
         const bf16 *weight = exact + (size_t)best[j] * d;
-        fv sum = all(0.0f);
-        for (int i = 0; i < d; i += LANES) {
-            fv v = load_v(x + i) * load_bf16_v(weight + i);
-            sum += norm ? v * load_v(norm + i) : v;
-        }
-        float logit = scale * sum_v(sum), number = 0.0f;
+        Sum sum = no_sum();
+        for (int i = 0; i < d; i += 16)
+            for (int l = 0; l < 16 / LANES; l++) {
+                int at = i + l * LANES;
+                fv v = load_v(x + at), w = load_bf16_v(weight + at);
+                sum.of[l] = fma_v(norm ? v * load_v(norm + at) : v, w, sum.of[l]);
+            }
+        float logit = scale * total_of(sum), number = 0.0f;
         int64_t id = token_map ? token_map[best[j]] : best[j];
         if (noise)
             mr_noise(noise, &id, 1, &number);

@@ -3,7 +3,7 @@
 #define MULTIRATE_NORM_H
 #include "tile.h"
 
-// RMSNorm of x [d], as the next product reads it.
+// RMSNorm of x [d], of any size, to out, which may be x.
 void rms_norm(const float *x, const float *weight, int d, float eps, float *out);
 
 // The same; weight NULL: x as it is.

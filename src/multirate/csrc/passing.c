@@ -15,10 +15,7 @@ typedef struct {
 } Running;
 
 static float score_of(const PassBy *by, const float *x, int d, float eps) {
-    fv sum = all(0.0f);
-    for (int i = 0; i < d; i += LANES)
-        sum += load_v(by->weight + i) * load_v(x + i);
-    return sum_v(sum) * inverse_rms(x, d, eps) + by->bias;
+    return dot_of(by->weight, x, d) * inverse_rms(x, d, eps) + by->bias;
 }
 
 // The rows that do not pass this layer by. A score that is not a number passes nothing by.

@@ -39,12 +39,7 @@ static int chunks_of(const Linear *head) {
 }
 
 static Reach reach_of(const float *row, int in, float rounded_off) {
-    fv sum = all(0.0f);
-    for (int i = 0; i < in; i += LANES) {
-        fv v = load_v(row + i);
-        sum += v * v;
-    }
-    float norm = sqrtf(sum_v(sum));
+    float norm = sqrtf(dot_of(row, row, in));
     // the head's rows in 16 bits, and every sum in fp32: an addition a block, and the outliers'
     float rounding = sqrtf((float)in) / 64000.0f + (float)(in / W8_BLOCK + 64) * 2.4e-7f;
     return (Reach){norm * (1.0f + rounding), rounded_off * (1.0f + 1e-5f) + norm * rounding};
@@ -57,8 +52,9 @@ static float raise(float *y, const float *error, const float *norm, int outputs,
     fv highest = all(-INFINITY);
     for (int i = 0; i < outputs; i += LANES) {
         fv v = load_v(y + i), size = (fv)((iv)v & 0x7fffffff);
-        v += load_v(error + i) * all(reach.of_error) + load_v(norm + i) * all(reach.of_norm);
-        v += size * all(1e-6f);
+        v = fma_v(load_v(error + i), all(reach.of_error), v);
+        v = fma_v(load_v(norm + i), all(reach.of_norm), v);
+        v = fma_v(size, all(1e-6f), v);
         store_v(y + i, v);
         iv larger = v > highest;
         highest = (fv)(((iv)v & larger) | ((iv)highest & ~larger));

@@ -2,6 +2,10 @@
 //
 // f16 is always 16 lanes: the compiler splits it on narrower processors. fv has the processor's own
 // width, for functions in which it would otherwise spill registers.
+//
+// All processors get the same bits: the compiler fuses no multiplication with an addition
+// (-ffp-contract=off) but those that fma_v and fma16 name, sums over a row have 16 lanes and one
+// order (Sum), and exp has one formula.
 #ifndef MULTIRATE_SIMD_H
 #define MULTIRATE_SIMD_H
 #include <math.h>
@@ -11,8 +15,10 @@
 
 #include "abi.h"
 
-#ifdef __AVX512F__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 typedef float f16 __attribute__((vector_size(64)));    // 16 fp32 lanes
@@ -65,10 +71,12 @@ INLINE void store_bf16(bf16 *to, f16 v) {
 }
 
 // The processor's own width, for functions that a compiler would otherwise spill.
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #define LANES 16
-#else
+#elif defined(__AVX2__)
 #define LANES 8
+#else
+#define LANES 4
 #endif
 typedef float fv __attribute__((vector_size(4 * LANES)));
 typedef int32_t iv __attribute__((vector_size(4 * LANES)));
@@ -77,8 +85,44 @@ typedef uint32_t uv __attribute__((vector_size(4 * LANES)));
 INLINE fv all(float f) {
 #if LANES == 16
     return (fv)_mm512_set1_ps(f);
-#else
+#elif LANES == 8
     return (fv){f, f, f, f, f, f, f, f};
+#else
+    return (fv){f, f, f, f};
+#endif
+}
+// a · b + c, rounded once. Without an instruction for it, that takes a hundred times as long.
+#if (LANES == 16 || defined(__FMA__) || (defined(__aarch64__) && defined(__ARM_NEON)))
+#define HAVE_FMA 1
+#else
+#define HAVE_FMA 0
+#endif
+INLINE fv fma_v(fv a, fv b, fv c) {
+#if LANES == 16
+    return (fv)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif LANES == 8 && HAVE_FMA
+    return (fv)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif HAVE_FMA && defined(__aarch64__)
+    return (fv)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    fv sum;
+    for (int i = 0; i < LANES; i++)
+        sum[i] = fmaf(a[i], b[i], c[i]);
+    return sum;
+#endif
+}
+INLINE f16 fma16(f16 a, f16 b, f16 c) {
+#if LANES == 16
+    return fma_v(a, b, c);
+#else
+    fv x[16 / LANES], y[16 / LANES], sum[16 / LANES];
+    memcpy(x, &a, sizeof a);
+    memcpy(y, &b, sizeof b);
+    memcpy(sum, &c, sizeof c);
+    for (int i = 0; i < 16 / LANES; i++)
+        sum[i] = fma_v(x[i], y[i], sum[i]);
+    memcpy(&c, sum, sizeof c);
+    return c;
 #endif
 }
 INLINE fv load_bf16_v(const bf16 *p) {
@@ -94,15 +138,38 @@ INLINE fv load_v(const float *p) {
 INLINE void store_v(float *p, fv v) {
     memcpy(p, &v, sizeof v);
 }
-INLINE float sum_v(fv v) {
-#ifdef __AVX512F__
-    return _mm512_reduce_add_ps((__m512)v);
-#else
-    float total = 0.0f;
-    for (int i = 0; i < LANES; i++)
-        total += v[i];
-    return total;
-#endif
+// A sum over a row, whose inputs [16] go to 16 lanes. Its total adds the upper half of the lanes to
+// the lower one until one is left.
+typedef struct {
+    fv of[16 / LANES];
+} Sum;
+INLINE Sum no_sum(void) {
+    Sum sum;
+    for (int i = 0; i < 16 / LANES; i++)
+        sum.of[i] = all(0.0f);
+    return sum;
+}
+INLINE float total_of(Sum sum) {
+    typedef float f4 __attribute__((vector_size(16)));
+    typedef float f2 __attribute__((vector_size(8)));
+    f8 eight[2];
+    f4 four[2];
+    f2 two[2];
+    memcpy(eight, &sum, sizeof eight);
+    eight[0] += eight[1];
+    memcpy(four, eight, sizeof four);
+    four[0] += four[1];
+    memcpy(two, four, sizeof two);
+    two[0] += two[1];
+    return two[0][0] + two[0][1];
+}
+// Σ a · b, both [d], d a multiple of 16.
+INLINE float dot_of(const float *a, const float *b, int d) {
+    Sum sum = no_sum();
+    for (int i = 0; i < d; i += 16)
+        for (int j = 0; j < 16 / LANES; j++)
+            sum.of[j] = fma_v(load_v(a + i + j * LANES), load_v(b + i + j * LANES), sum.of[j]);
+    return total_of(sum);
 }
 INLINE double sum_of(f8d v) {
     double total = 0.0;
@@ -162,33 +229,24 @@ static inline int argmax_of(const float *x, int count) {
     return from;
 }
 
-// exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7.
+// exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7. 0 below
+// -87, where the result would be near the least normal number. What is not a number stays so.
 INLINE fv exp_vector(fv x) {
-#ifdef __AVX512F__
-    // what is not a number stays so: of max it is the second
-    __m512 within = _mm512_max_ps(_mm512_set1_ps(-104.0f), (__m512)x);
-    fv n = (fv)_mm512_roundscale_ps(_mm512_mul_ps(within, _mm512_set1_ps(1.44269504f)), 8);
-    fv r = (fv)within - n * all(0.693145752f) - n * all(1.42860677e-6f);
-#else
-    iv below = x < all(-87.0f);
-    x = (fv)(((iv)x & ~below) | ((iv)all(-87.0f) & below));
-    fv t = x * all(1.44269504f) + all(12582912.0f); // round to an integer
+    fv t = fma_v(x, all(1.44269504f), all(12582912.0f)); // rounds to an integer, its last bits
     fv n = t - all(12582912.0f);
-    fv r = x - n * all(0.693145752f) - n * all(1.42860677e-6f);
-#endif
-    fv p = all(1.9875691500e-4f);
-    p = p * r + all(1.3981999507e-3f);
-    p = p * r + all(8.3334519073e-3f);
-    p = p * r + all(4.1665795894e-2f);
-    p = p * r + all(1.6666665459e-1f);
-    p = p * r + all(5.0000001201e-1f);
-    p = p * r * r + r + all(1.0f);
-#ifdef __AVX512F__
-    return (fv)_mm512_scalef_ps((__m512)p, (__m512)n);
-#else
-    iv exponent = ((iv)t - (iv)all(12582912.0f)) << 23;
-    return (fv)((iv)p + exponent);
-#endif
+    fv r = fma_v(n, all(-1.42860677e-6f), fma_v(n, all(-0.693145752f), x));
+    fv p = fma_v(all(1.9875691500e-4f), r, all(1.3981999507e-3f));
+    p = fma_v(p, r, all(8.3334519073e-3f));
+    p = fma_v(p, r, all(4.1665795894e-2f));
+    p = fma_v(p, r, all(1.6666665459e-1f));
+    p = fma_v(p, r, all(5.0000001201e-1f));
+    p = fma_v(p * r, r, r) + all(1.0f);
+    fv power = (fv)(((uv)t << 23) + (uv)all(1.0f));
+    iv far_below = x < all(-87.0f);
+    return (fv)((iv)(p * power) & ~far_below);
+}
+INLINE float exp_of(float x) {
+    return exp_vector(all(x))[0];
 }
 INLINE fv sigmoid_vector(fv x) {
     // through exp(-|x|), so that the exponent never overflows
@@ -198,11 +256,14 @@ INLINE fv sigmoid_vector(fv x) {
     fv n = e * s;                       // sigmoid(-|x|)
     return (fv)(((iv)n & negative) | ((iv)s & ~negative));
 }
+INLINE float sigmoid_of(float x) {
+    return sigmoid_vector(all(x))[0];
+}
 INLINE fv silu_vector(fv g) {
     return g * sigmoid_vector(g);
 }
 // x/2 · (1 + tanh(u)) = x · sigmoid(2u), u = √(2/π) · (x + 0.044715 x³)
 INLINE fv gelu_vector(fv g) {
-    return g * sigmoid_vector(all(1.5957691216f) * (g + all(0.044715f) * g * g * g));
+    return g * sigmoid_vector(all(1.5957691216f) * fma_v(all(0.044715f) * g * g, g, g));
 }
 #endif

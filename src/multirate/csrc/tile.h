@@ -49,14 +49,20 @@
 #define N_11(F) N_10(F) F(10)
 #define N_12(F) N_11(F) F(11)
 
-// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
-// outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
-// which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
-void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
+// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and 64 outputs. The words of pair k are at
+// weight + k · step. ahead: weights that will be read later, of which each step fetches `lines` (1
+// or 2) lines; lines 0: the tile fetches its own.
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
           const char *ahead, int lines, f16 (*acc)[4]);
 
+// The same for keys and values, of `vectors` (1 to 4) vectors of 16 outputs. Each step is fma16, so
+// the bits are the same on every processor. ahead: what will be read next.
+void tile_fused(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
+                int vectors, const char *ahead, f16 (*acc)[4]);
+
 #if !AVX2_TILE
-// acc[n][m] += K · rows[n] for four consecutive blocks m of 16 keys, of `pairs` pairs each.
+// acc[n][m] += K · rows[n] for four consecutive blocks m of 16 keys, of `pairs` pairs each; as
+// tile_fused.
 void tile_blocks(const uint32_t *k, const float *const *x, int rows, int pairs, f16 (*acc)[4]);
 #endif
 #endif

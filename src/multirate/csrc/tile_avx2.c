@@ -106,11 +106,8 @@ static const struct {
     {pass_6_1, pass_6_1, 1},
 };
 
-// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
-// outputs. The words of pair k are at weight + k · step. `ahead`: memory that will be read next.
-void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
-          const char *ahead, int lines, f16 (*acc)[4]) {
-    (void)lines;
+void tile_fused(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
+                int vectors, const char *ahead, f16 (*acc)[4]) {
     int wide = passes[rows].vectors;
     for (int m = 0; m < vectors;) {
         int whole = m + wide <= vectors, take = whole ? wide : 1;
@@ -120,5 +117,11 @@ void tile(const uint32_t *weight, int step, const float *const *x, int rows, int
         ahead += (size_t)take * pairs * 64;
         m += take;
     }
+}
+
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
+          const char *ahead, int lines, f16 (*acc)[4]) {
+    (void)lines;
+    tile_fused(weight, step, x, rows, pairs, 4, ahead, acc);
 }
 #endif

@@ -18,7 +18,7 @@
 #define ROW(n) const float *row##n = rows[n];
 #define ODD(m) f16 w##m = (f16)(load_pairs(weight + m * gap) & 0xffff0000u);
 #define EVEN(m) f16 w##m = (f16)(load_pairs(weight + m * gap) << 16);
-#define DOT(n, m) a##n##m += w##m * x;
+#define DOT(n, m) a##n##m = fma16(w##m, x, a##n##m);
 #define ODDS_1(n)                                                                                  \
     {                                                                                              \
         f16 x = splat(row##n[2 * k + 1]);                                                          \
@@ -70,31 +70,41 @@
     PASS(NAME, 5, VECTORS, GAP, FETCH, LINES, HINT)                                                \
     PASS(NAME, 6, VECTORS, GAP, FETCH, LINES, HINT)
 #define OWN_WEIGHTS weight + step *PREFETCH_STEPS
+// Keys and values. Four blocks of 16 keys at once: one block leaves each sum waiting for its own
+// last step. What is fetched lies as far into the next four.
+PASSES(narrow, 1, 16, OWN_WEIGHTS, 1, 3)
+PASSES(wide, 4, 16, OWN_WEIGHTS, 4, 3)
+PASSES(blocks, 4, (long)pairs * 16, weight + 4 * gap, 4, 3)
+// Weights. Without an instruction for it, a fused step takes too long.
+#if !HAVE_FMA
+#undef DOT
+#define DOT(n, m) a##n##m += w##m * x;
+#endif
 // Where a group's rows take several tiles, each fetches a share of the next group's weights:
 // otherwise memory would idle from the second tile on. Into the second cache, as the first has no
 // room for two groups.
-PASSES(narrow, 1, 16, OWN_WEIGHTS, 1, 3)
 PASSES(own, 4, 16, OWN_WEIGHTS, 4, 3)
 PASSES(half, 4, 16, next + 32 * k, 2, 2)
 PASSES(quarter, 4, 16, next + 16 * k, 1, 2)
-// Four blocks of 16 keys at once: one block leaves each sum waiting for its own last step.
-// What is fetched lies as far into the next four.
-PASSES(blocks, 4, (long)pairs * 16, weight + 4 * gap, 4, 3)
 
 typedef void (*Pass)(const uint32_t *, int, const float *const *, int, const uint32_t *,
                      f16 (*)[4]);
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
 static const Pass narrow_pass[TILE_ROWS + 1] = OF_ROWS(narrow);
+static const Pass wide_pass[TILE_ROWS + 1] = OF_ROWS(wide);
 static const Pass blocks_pass[TILE_ROWS + 1] = OF_ROWS(blocks);
-static const Pass wide_pass[3][TILE_ROWS + 1] = {OF_ROWS(own), OF_ROWS(quarter), OF_ROWS(half)};
+static const Pass weight_pass[3][TILE_ROWS + 1] = {OF_ROWS(own), OF_ROWS(quarter), OF_ROWS(half)};
 
-// acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and `vectors` (1 to 4) vectors of 16
-// outputs. The words of pair k are at weight + k · step. ahead: weights that will be read later, of
-// which each step fetches `lines` (1 or 2) lines; lines 0: the tile fetches its own.
-void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs, int vectors,
+void tile(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
           const char *ahead, int lines, f16 (*acc)[4]) {
+    weight_pass[lines][rows](weight, step, x, pairs, (const uint32_t *)ahead, acc);
+}
+
+void tile_fused(const uint32_t *weight, int step, const float *const *x, int rows, int pairs,
+                int vectors, const char *ahead, f16 (*acc)[4]) {
+    (void)ahead;
     if (vectors == 4) {
-        wide_pass[lines][rows](weight, step, x, pairs, (const uint32_t *)ahead, acc);
+        wide_pass[rows](weight, step, x, pairs, NULL, acc);
         return;
     }
     for (int m = 0; m < vectors; m++)

@@ -27,7 +27,7 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
         for (int e = 1; e < experts; e++)
             highest = row[e] > highest ? row[e] : highest;
         for (int e = 0; e < experts; e++)
-            total += expf(row[e] - highest);
+            total += exp_of(row[e] - highest);
         for (int j = 0; j < k; j++) {
             int best = -1;
             for (int e = 0; e < experts; e++) {
@@ -38,7 +38,7 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
                     best = e;
             }
             ids[r * k + j] = best;
-            weights[r * k + j] = expf(row[best] - highest) / total;
+            weights[r * k + j] = exp_of(row[best] - highest) / total;
             chosen += weights[r * k + j];
         }
         for (int j = 0; normalise && j < k; j++)
@@ -119,10 +119,11 @@ void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *us
 // x [n, d] += Σ_j weights[r, j] · parts[r · k + j], in the router's order.
 void mr_combine(const float *parts, const float *weights, int n, int k, int d, float *x) {
     for (int r = 0; r < n; r++)
-        for (int i = 0; i < d; i += 16) {
-            f16 sum = splat(0.0f);
+        for (int i = 0; i < d; i += LANES) {
+            fv sum = all(0.0f);
             for (int j = 0; j < k; j++)
-                sum += splat(weights[r * k + j]) * load(parts + ((size_t)r * k + j) * d + i);
-            store(x + (size_t)r * d + i, load(x + (size_t)r * d + i) + sum);
+                sum = fma_v(all(weights[r * k + j]), load_v(parts + ((size_t)r * k + j) * d + i),
+                            sum);
+            store_v(x + (size_t)r * d + i, load_v(x + (size_t)r * d + i) + sum);
         }
 }

@@ -4,10 +4,11 @@
 #include "../norm.h"
 
 static float dot_bf16(const float *x, const bf16 *w, int d) {
-    fv dot = all(0.0f);
-    for (int i = 0; i < d; i += LANES)
-        dot += load_v(x + i) * load_bf16_v(w + i);
-    return sum_v(dot);
+    Sum sum = no_sum();
+    for (int i = 0; i < d; i += 16)
+        for (int j = 0; j < 16 / LANES; j++)
+            sum.of[j] = fma_v(load_v(x + i + j * LANES), load_bf16_v(w + i + j * LANES), sum.of[j]);
+    return total_of(sum);
 }
 
 typedef struct {
@@ -34,7 +35,7 @@ static void pruned_neurons(const ResidualCall *f, int n, int d) {
         for (int row = 0; row < s->rows; row++) {
             const bf16 *down = s->down + ((size_t)f->ids[(size_t)n * f->k + j] * s->rows + row) * d;
             float inner = dot_bf16(x, down, d) * scale;
-            *z++ = inner / (1.0f + expf(-inner)) * weights[j] / total;
+            *z++ = inner * sigmoid_of(inner) * weights[j] / total;
         }
 }
 
@@ -49,7 +50,7 @@ static void add_neurons(const ResidualCall *f, const bf16 *ups, float *p, int n,
             fv share = all(*z++);
             for (int i = begin; i < end; i += LANES)
                 store_v(p + (size_t)n * d + i,
-                        load_v(p + (size_t)n * d + i) + share * load_bf16_v(up + i));
+                        fma_v(share, load_bf16_v(up + i), load_v(p + (size_t)n * d + i)));
         }
 }
 
@@ -159,7 +160,7 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
             float gate = dot_bf16(x, s->gate + at, d) * scale,
                   up = dot_bf16(x, s->up + at, d) * scale;
             t->neurons[(size_t)n * each + u] =
-                gate / (1.0f + expf(-gate)) * up * t->weights[use] / total;
+                gate * sigmoid_of(gate) * up * t->weights[use] / total;
         }
     }
     if (s->site) {
@@ -174,12 +175,12 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
             size_t expert = (size_t)t->ids[n * t->k + j];
             fv share = all(t->weights[n * t->k + j] / total);
             for (int i = begin; i < end; i += LANES)
-                store_v(x + i, load_v(x + i) + share * load_bf16_v(s->means + expert * d + i));
+                store_v(x + i, fma_v(share, load_bf16_v(s->means + expert * d + i), load_v(x + i)));
             for (int row = 0; row < rows; row++) {
                 const bf16 *down = s->down + (expert * rows + row) * d;
                 fv z = all(t->neurons[(size_t)n * each + j * rows + row]);
                 for (int i = begin; i < end; i += LANES)
-                    store_v(x + i, load_v(x + i) + z * load_bf16_v(down + i));
+                    store_v(x + i, fma_v(z, load_bf16_v(down + i), load_v(x + i)));
             }
         }
     }

@@ -32,7 +32,16 @@ from multirate.model.machine import usable_processors
 from multirate.model.native import abi
 from multirate.model.time_split import TimeSplit
 
-FLAGS = ("-O3", "-std=gnu11", "-shared", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wno-psabi")
+FLAGS = (
+    "-O3",
+    "-ffp-contract=off",
+    "-std=gnu11",
+    "-shared",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-pthread",
+    "-Wno-psabi",
+)
 
 _LONGEST_BUILD = 120
 

@@ -298,14 +298,6 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
-    def in_stages(self, method: str) -> bool:
-        """Whether the method's last generation used two-stage verification
-        (methods/common/stages.py).
-        """
-        with self._lock.held():
-            decoding = self._decoding(method)
-        return decoding is not None and decoding.step.in_stages
-
     def repeats_text(self, method: str) -> bool:
         """Whether sampling with a seed gives the same text as plain decoding with that seed. If
         not, it is another text from the same distribution.
@@ -653,15 +645,6 @@ class Engine:
         it.
         """
         return f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
-
-    def prepare(self, method: str) -> None:
-        """Makes everything that a method would otherwise make only after some generations (copies
-        of weights), so that measurements show its final speed.
-        """
-        with self._lock.held():
-            decoding = self._decoding(method)
-            if decoding is not None:
-                decoding.step.prepare()
 
     def spec_of(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
         """The method that a name of this engine stands for. Raises UserError for an unknown name

@@ -56,7 +56,7 @@ def settings_of(engine: Engine, points: int = POINTS) -> list[str]:
     for name, accelerator in engine.accelerators.items():
         mode = spec.find(accelerator.method).dynamic
         if mode is not None:
-            names += [name, *_along(engine, name, mode, accelerator.module, points)]
+            names += [name, *_along(name, mode, accelerator.module, points)]
     if len(names) == 1 and engine.accelerators:
         raise UserError(
             f"--methods dynamic needs an accelerator with a dynamic mode, one of "
@@ -66,14 +66,14 @@ def settings_of(engine: Engine, points: int = POINTS) -> list[str]:
     for name in spec.dynamic_methods(trained=False):
         mode = spec.find(name).dynamic
         assert mode is not None
-        names += _along(engine, name, mode, None, points)
+        names += _along(name, mode, None, points)
     return list(dict.fromkeys(names))
 
 
-def _along(engine: Engine, name: str, mode: DynamicMode, module: Any, points: int) -> list[str]:
+def _along(name: str, mode: DynamicMode, module: Any, points: int) -> list[str]:
     """Thresholds of a method's dials, as its name with settings."""
     names = []
-    for dial in mode.dials(engine.decoder, module):
+    for dial in mode.dials:
         for threshold in dial.along(points):
             settings = dial.settings(module, round(threshold, 4))
             names.append(spec.write_variant(name, settings))

@@ -71,7 +71,6 @@ def method_run(
         )
         return [whole, *(Answer(tokens, prefill_seconds=0.0) for tokens in others)]
 
-    engine.prepare(name)
     lossless = engine.lossless(name)
     promise = engine.promise_of(name)
     note = None if promise is None else promise.sentence()

@@ -15,14 +15,14 @@ from multirate.training.checkpoint import Accelerator
 def predictions(engine: Engine, rows: Sequence[Row]) -> dict[str, float]:
     """By row: the decoding speedup that follows from the measured costs of a plain step, a drafted
     level and verification, and from the run's tokens per step and mean draft depth. Leaves out rows
-    without drafts, and rows without such costs, such as those with two-stage verification.
+    without drafts, and rows without such costs.
     """
     found = {}
     for row in rows:
         if not row.acceptance or row.tokens_per_step is None:
             continue
         try:
-            model = None if engine.in_stages(row.method) else engine.costs(row.method)
+            model = engine.costs(row.method)
         except UserError:  # a row of another engine
             continue
         if model is not None:

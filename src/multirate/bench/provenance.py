@@ -68,7 +68,6 @@ VARIABLES = (
     "MULTIRATE_KERNEL_VARIANT",
     "MULTIRATE_KERNEL_FLAGS",
     "MULTIRATE_NATIVE",
-    "MULTIRATE_NARROW_BITS",
 )
 """Of the environment, what decides how a model runs."""
 

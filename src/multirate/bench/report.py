@@ -12,16 +12,13 @@ from multirate.bench.runner import Row, baseline
 from multirate.methods.spec import PLAIN
 
 
-def table(rows: Sequence[Row], title: str | None = None, staged: Sequence[str] = ()) -> Table:
-    """The rows for a terminal. A row with wrong answers shows no speedup.
-
-    staged: methods with two-stage verification, for the footnote.
-    """
+def table(rows: Sequence[Row], title: str | None = None) -> Table:
+    """The rows for a terminal. A row with wrong answers shows no speedup."""
     against = baseline(rows)
     result = Table(
         title=title,
         title_justify="left",
-        caption=_caption(rows, against, staged),
+        caption=_caption(rows, against),
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 0, 0, 1),
@@ -86,7 +83,7 @@ NEAR_TIE = (
 )
 
 
-def _caption(rows: Sequence[Row], against: Row | None, staged: Sequence[str]) -> str:
+def _caption(rows: Sequence[Row], against: Row | None) -> str:
     if against is None:
         return "No speedups, because this run has no correct baseline."
     lines = [f"Speedup: tokens/s compared with {against.method}, the faster baseline."]
@@ -94,15 +91,8 @@ def _caption(rows: Sequence[Row], against: Row | None, staged: Sequence[str]) ->
         lines.append("Spread: difference between the fastest and the slowest repeat.")
     if any(row.acceptance is not None for row in rows):
         lines.append(
-            "Tokens per pass: of the full-precision weights. Accepted: share of the drafted tokens "
-            "that this pass kept."
-        )
-    if staged:
-        drafting = [row.method for row in rows if row.acceptance is not None]
-        names = "every row with drafts" if set(drafting) == set(staged) else ", ".join(staged)
-        lines.append(
-            f"Two-stage verification in {names}: a quantised copy of the model checks drafts "
-            "first. Its passes, and the drafts it rejects, are not counted."
+            "Tokens per pass: how many one pass of the model gives. Accepted: share of the drafted "
+            "tokens that the pass kept."
         )
     if any(row.near_ties for row in rows):
         lines.append(NEAR_TIE)

@@ -171,7 +171,7 @@ def _steps(content: Content, rows: Rows) -> Figure:
         svg(draw, "Tokens per pass and cost of a step", height=_with_legend(rows)),
         "Higher is better: more tokens accepted. Further left is better: cheaper steps. Points on "
         "the same line decode at the same speed.",
-        "A step is one pass of the full-precision weights and the drafting before it. Tokens per "
+        "A step is one pass of the model and the drafting before it. Tokens per "
         "pass = 1 + accepted tokens / steps. Cost of a step = decoding time / steps, without "
         "prefill.",
         ["method", "tokens per pass", "cost of a step"],
@@ -235,14 +235,13 @@ def _time(content: Content, rows: Rows) -> Figure:
             rows,
             (
                 ("prefill", INKS["muted"]),
-                ("layers, full precision", INKS["slow"]),
+                ("layers", INKS["slow"]),
                 ("LM head", _SKY),
-                ("layers, quantised copy", _GREEN),
                 ("drafting", INKS["fast"]),
                 ("other", INKS["rule"]),
             ),
             [_timed_parts(row) for row in rows],
-            "Blue: the full-precision layers, decoding or verifying. Orange: making drafts.",
+            "Blue: the model's layers, decoding or verifying. Orange: making drafts.",
             "The engine measures prefill. The kernel measures the other parts, and the engine "
             "measures drafts made outside the kernel. Other: choosing drafts, streaming, Python.",
         )
@@ -269,7 +268,7 @@ def _time(content: Content, rows: Rows) -> Figure:
 
 def _timed_parts(row: Mapping[str, Any]) -> tuple[float, ...]:
     split, prefill = row["split"], row["prefill_seconds"]
-    known = split["own"], split["head"], split["narrow"], split["draft"]
+    known = split["own"], split["head"], split["draft"]
     return prefill, *known, max(row["seconds"] - prefill - sum(known), 0.0)
 
 

@@ -85,22 +85,18 @@ class Tried:
         }
 
 
-def candidates(known: MethodSpec, stages: bool = False) -> list[dict[str, Any]]:
+def candidates(known: MethodSpec) -> list[dict[str, Any]]:
     """The settings to try: the defaults ({}), then all combinations of the method's tunable values.
-    stages: whether two-stage verification works here; if so, each is also tried without it.
     UserError for a method without tunable settings.
     """
     if not known.tunable:
         raise UserError(f"method {known.name} has no settings to tune")
     defaults = known.read_settings()
-    tunable = dict(known.tunable)
-    if stages and hasattr(defaults, "staged"):
-        tunable["staged"] = (defaults.staged, 0)
     found: list[dict[str, Any]] = []
-    for values in itertools.product(*tunable.values()):
+    for values in itertools.product(*known.tunable.values()):
         chosen = {
             name: value
-            for name, value in zip(tunable, values, strict=True)
+            for name, value in zip(known.tunable, values, strict=True)
             if value != getattr(defaults, name)
         }
         if chosen not in found:
@@ -176,7 +172,6 @@ def runner(
 
     def run(method: str, prompt: list[int], most: int | None) -> DecodeStats:
         engine.forget()
-        engine.prepare(method)
         stop = engine.stopping(most or max_new_tokens)
         how = speculation(engine)
         return engine.generate([prompt], sampling, stop, method, speculate=how).stats

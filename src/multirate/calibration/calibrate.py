@@ -77,7 +77,6 @@ def calibrate(
     settings: Mapping[str, Any] | None = None,
     measured: dict[float, list[Measured]] | None = None,
     tries: int | None = None,
-    dial: str | None = None,
     points: Sequence[float] | None = None,
 ) -> Promise:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
@@ -93,17 +92,13 @@ def calibrate(
         (except quality and confidence). They are not decoded again; new answers are added.
     tries: how many thresholds of the method's path to try, spread evenly; None: all.
     points: thresholds to try instead of the path, the most cautious first.
-    dial: name of the dial to calibrate (DynamicMode.dial). A dial that works only for single
-        sequences is measured one sequence at a time, whatever the batch.
 
     A threshold whose answers run into loops is not accepted, whatever its quality, because the full
     model would continue a loop as well. Raises UserError for an accelerator that cannot leave early
     and for too little data.
     """
     method = find(accelerator.method)
-    mode = dynamic_mode(method).dial(decoder, accelerator.module, dial)
-    if mode.alone:
-        batch = 1
+    mode = dynamic_mode(method)
     check_promise(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
     # looking ends where it is sure, which a sorted file must not make it too early

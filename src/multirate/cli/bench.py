@@ -401,18 +401,6 @@ def method_names(text: str) -> list[str]:
     return names
 
 
-def staged_of(engine: Engine, rows: Sequence[Row]) -> list[str]:
-    """The methods whose drafts were verified in two stages."""
-    found = []
-    for row in rows:
-        try:
-            if row.acceptance is not None and engine.in_stages(row.method):
-                found.append(row.method)
-        except UserError:  # a row of another engine
-            continue
-    return found
-
-
 def run(
     engine: Engine,
     questions: list[Question],
@@ -534,7 +522,7 @@ def run(
     if rows and show is not None:
         show(rows)
     elif rows:
-        console.print(report.table(rows, title, staged_of(engine, rows)))
+        console.print(report.table(rows, title))
         if tasks is not None:
             console.print(report.score_table(rows))
         console.print(report.bandwidth_line(read, share))

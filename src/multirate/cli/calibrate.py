@@ -59,18 +59,7 @@ def command(
     point: Annotated[
         list[float] | None,
         typer.Option(
-            help="Try only this value, most cautious first (repeatable): a logit gap, a score "
-            "threshold, or below a gap of 0 the threshold minus 1.",
-            show_default=False,
-            rich_help_panel=help.ADVANCED,
-        ),
-    ] = None,
-    dial: Annotated[
-        str | None,
-        typer.Option(
-            help="What to adjust. score: how confident an exit layer must be. margin: below which "
-            "logit gap the full-precision weights re-check a token, then the score (default: "
-            "margin if this machine supports it).",
+            help="Try only this threshold, most cautious first (repeatable).",
             show_default=False,
             rich_help_panel=help.ADVANCED,
         ),
@@ -120,7 +109,7 @@ def command(
     loaded = options.load(model, dtype, device)
     engine = attach(loaded, backend=backend)
     given = engine.accelerators[engine.add(accelerator)]
-    mode = dynamic_mode(find(given.method)).dial(engine.decoder, given.module, dial)
+    mode = dynamic_mode(find(given.method))
     assert given.folder is not None
     check_writable(given.folder / promises.FILE)
     promises.read(given.folder)  # both fail before an hour's work
@@ -141,7 +130,7 @@ def command(
             nonlocal threshold
             if now != threshold:
                 threshold = now
-                options.note(f"trying {mode.told(now)} on {total} prompts")
+                options.note(f"trying threshold {now:.4f} on {total} prompts")
             bar.to(done, total)
 
         for one in qualities:  # the answers of one are the first answers of the next
@@ -159,12 +148,11 @@ def command(
                 settings,
                 measured,
                 tries,
-                dial,
                 point or None,
             )
             path = promises.store(given.folder, made)
             for tried, loss in made.tried:
-                options.note(f"{mode.told(tried)}: {100 * loss:.2f}% of the tokens differ")
+                options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differ")
             if made.looped:
                 options.note(
                     "the last setting is not used, because its answers repeat in loops, which the "

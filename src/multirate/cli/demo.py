@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench import WRONG_ANSWERS, run, staged_of
+from multirate.cli.bench import WRONG_ANSWERS, run
 from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
 
@@ -61,8 +61,7 @@ def spoken(row: Row) -> str:
 
 
 def warm_up(engine: Engine, method: str) -> None:
-    """Prepares a method and answers another question, so that only decoding is timed."""
-    engine.prepare(method)
+    """Answers another question, so that only decoding is timed."""
     _generate(engine, method, QUESTIONS[1], WARM_UP)
 
 
@@ -125,24 +124,16 @@ def table(rows: Sequence[Row]) -> Any:
     return result
 
 
-def explanation(rows: Sequence[Row], staged: Sequence[str]) -> list[str]:
-    """What the table shows, in sentences. staged: methods with two-stage verification."""
+def explanation(rows: Sequence[Row]) -> list[str]:
+    """What the table shows, in sentences."""
     from multirate.bench.runner import BASELINES, baseline
 
     against = baseline(rows)
     found = []
     if against is not None:
         found.append(f"Speedup: tokens/s compared with {spoken(against)}.")
-    joined = [row for row in rows if is_trained(row.method)]
-    if staged:
-        every = all(row.method in staged for row in rows if row.method not in BASELINES)
-        found.append(
-            f"{'All' if every else 'Some'} rows with drafts use two-stage verification: a "
-            "quantised copy of the model checks drafts before the full-precision weights do."
-        )
-    if joined:
-        both = "text lookup and two-stage verification" if staged else "text lookup"
-        found.append(f"The speedup of a trained drafter includes {both}.")
+    if any(is_trained(row.method) for row in rows):
+        found.append("The speedup of a trained drafter includes text lookup.")
     drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
     if against is not None and drafting:
         found.append(_fastest(against, drafting))
@@ -235,7 +226,7 @@ def command(
 
     def show(rows: Sequence[Row]) -> None:
         console.print(table(rows))
-        for sentence in explanation(rows, staged_of(engine, rows)):
+        for sentence in explanation(rows):
             console.print(sentence)
 
     _, rows, measured = run(

@@ -254,22 +254,13 @@ def command(
         )
         if seen.drafted:
             drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
-            counted = f"{seen.tokens_per_step:.2f} tokens per pass of the full-precision weights"
+            counted = f"{seen.tokens_per_step:.2f} tokens per pass"
             options.note(f"{drafts}, {counted}")
-            if engine.in_stages(engine.used):
-                options.note(
-                    "two-stage verification: a quantised copy checked the drafts first; its passes "
-                    "and the drafts it rejected are not counted"
-                )
         elif engine.used != PLAIN:
             options.note("no tokens were drafted")
         if seen.exits:
             left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
             options.note(f"tokens by the number of layers they used: {left}")
-        if seen.doubted:
-            options.note(
-                f"{seen.doubted} uncertain tokens were re-checked with the full-precision weights"
-            )
         if engine.experts is not None and engine.experts.runtime is not None:
             options.note(options.expert_line(engine.experts.runtime))
 

@@ -64,7 +64,6 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.io import check_folder, check_writable
     from multirate.methods.spec import PLAIN, all_specs, find, recommended
-    from multirate.model.native.decoder import narrow_weights
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
@@ -79,7 +78,7 @@ def command(
     if name == PLAIN:
         raise UserError("there is nothing to tune: give --accelerator FOLDER or --method NAME")
     known = engine.spec_of(name)
-    choices = candidates(known, stages=narrow_weights(engine.decoder))
+    choices = candidates(known)
     prompts = tuning_prompts(loaded.tokenizer, data)
     beside = engine.accelerators.get(name)
     base = fingerprint(loaded.model)

@@ -34,8 +34,6 @@ typedef uint16_t bf16;
 #define WEIGHTS_W4A16 7 // the same weights, for 16-bit rows in two int8 limbs
 #define W8_BLOCK 32     // inputs that share a scale in these four
 
-#define NARROW_PENDING 8 // of struct Narrow
-
 // A linear layer y = W x + bias. Outputs come in groups of 64.
 typedef struct {
     const uint32_t *weight;
@@ -203,25 +201,6 @@ typedef struct {
     int32_t nodes;    // at most so many such nodes on top of DraftLimits.nodes
 } Trust;
 
-// The quantised copy of the model, which verifies first: in two-stage verification, and with a
-// margin (dynamic mode, lossy).
-typedef struct {
-    const Layer *layers;
-    const Linear *head;
-    const bf16 *exact_head; // [vocab, hidden] as in SpeculativeStep
-    int32_t drawn;          // whether it verifies rounds with noise as well
-    float margin;    // a reached row whose two best logits are closer than this is re-checked with
-                     // the full-precision weights
-    int32_t refresh; // target size of a re-check pass: re-checked rows, filled up with the newest
-                     // pending tokens (deferred exact keys and values); at most NARROW_PENDING
-    float *hidden;   // [nodes + 1 + NARROW_PENDING, hidden], and …
-    float *features; // … [., taps, hidden], and …
-    float *logits;   // … [., head->outputs] of re-checked rows
-    int64_t pending[NARROW_PENDING]; // tokens whose keys and values are the copy's, newest last …
-    int32_t slots[NARROW_PENDING];   // … and their slots
-    int32_t pending_count;
-} Narrow;
-
 // How far a draft tree grows. Thresholds are path probabilities: the product of the branch's
 // probabilities from the last token down to a node, where unverified tokens (Trust) count as
 // certain. capacity: nodes + trust->nodes.
@@ -307,42 +286,7 @@ typedef struct {
     Text text;               // tokens NULL: none. Emitted tokens are appended
     const Noise *noise;      // for the token after the last one. NULL: greedy
     const Screen *screen;    // of `head`, or NULL
-    Narrow *narrow; // the quantised copy, which then verifies (with noise only if narrow->drawn),
-                    // or NULL
-    int32_t again;  // out: rows re-checked after it
 } SpeculativeStep;
-
-#define MAX_STEPS 32 // rounds of one call
-#define STEPS_END -2 // of Steps.by_match
-
-// One of several rounds of a call; the fields are SpeculativeStep's.
-typedef struct {
-    int32_t emitted, drafted, levels, again;
-    int64_t unverified;
-} StepDone;
-
-// Several rounds of a sequence in one call (speculative_run.c). The caller decides what the first
-// one drafts; the match in the text decides for the others.
-typedef struct {
-    const int32_t *by_match; // [reported match lengths] how many tokens of the text's continuation
-                             // are the draft; -1: the branch drafts; STEPS_END: stop before
-    int32_t tokens;          // stop after so many emitted tokens …
-    const int64_t *ends;     // [end_count] … or after one of these
-    int32_t end_count;
-    int32_t limit;      // tokens that may be emitted, less the one after a draft
-    int32_t depth;      // levels of a branch's draft, at most …
-    int32_t deepest;    // … and the depth of any node of it, at most
-    int32_t streams;    // whether the branch may draft; otherwise stop where it would
-    int32_t waits;      // tokens that the branch has not read are kept in ids and carried …
-    int32_t most;       // … about so many at most: stop when there are more
-    int64_t *emitted;   // [tokens + nodes + 1] out
-    int64_t *draft;     // [nodes], and …
-    int32_t *parents;   // … [nodes], and …
-    double *confidence; // … [nodes] scratch for drafts after the first, whose results are kept
-    StepDone done[MAX_STEPS]; // out
-    int32_t count;            // out: rounds
-    int32_t entering;         // out: how many of ids the next round starts with
-} Steps;
 
 // ---- mixtures of experts ------------------------------------------------------------------------
 
@@ -459,13 +403,11 @@ int mr_next_threads(const Workspace *work);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
 // Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; verification and plain
-// passes in the layers of the quantised copy and of the full-precision weights; heads and choosing
-// tokens.
+// passes in the model's layers; heads and choosing tokens.
 #define SPENT_DRAFT 0
-#define SPENT_NARROW 1
-#define SPENT_OWN 2
-#define SPENT_HEAD 3
-#define SPENT_KINDS 4
+#define SPENT_OWN 1
+#define SPENT_HEAD 2
+#define SPENT_KINDS 3
 void mr_spent(const Workspace *work, double *to);
 void mr_after_fork(void);
 
@@ -568,15 +510,10 @@ void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, doub
 // is set and the model's logits are not finite.
 int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
                         const DraftLimits *limits);
-// Several rounds, as `steps` says. The first one starts with step->ids [0, entering). Returns the
-// number of tokens emitted by all, or -1; their K/V are then in slots length, length + 1, …,
-// uncommitted.
-int mr_speculative_run(Workspace *work, SpeculativeStep *step, int length, int entering,
-                       const DraftLimits *limits, Steps *steps);
 // A round for each of `count` sequences, which share everything but their buffers: one pass per
 // level of their drafts, and as few passes as hold all rows to verify them. Sequences whose branch
-// drafts come before those that copy from the text. The full-precision weights verify all, even if
-// there is a quantised copy. emitted [count] out. Returns 0 where a round would return -1.
+// drafts come before those that copy from the text. emitted [count] out. Returns 0 where a round
+// would return -1.
 int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
                          const int32_t *lengths, const int32_t *first, const int32_t *entering,
                          const DraftLimits *const *limits, int32_t *emitted);
@@ -587,15 +524,12 @@ void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, in
                           const DraftLimits *limits);
 void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
                            const int64_t *tokens, int count);
-// Only the draft, into step->tokens and parents → its nodes. Nothing is verified or emitted.
-int mr_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-             const DraftLimits *limits);
 // A round with the caller's draft: step->tokens and parents hold its `nodes` nodes, step->ids only
 // the last token. start 0: tokens are embedded; otherwise step->hidden holds the residuals that
 // enter that layer, and the layers below have the keys and values. best [nodes + 1, k] out: the
 // best tokens after the last token and each node, as from mr_best, without noise. path [nodes + 1]
-// out: the accepted nodes from node 0 on. step->hidden then holds h_L of all nodes. If
-// step->narrow is set, it verifies, whatever its margin. Returns as mr_speculative_step.
+// out: the accepted nodes from node 0 on. step->hidden then holds h_L of all nodes. Returns as
+// mr_speculative_step.
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
                     int64_t *best, int32_t *path);
 

@@ -100,28 +100,6 @@ void __attribute__((noinline)) refine_likeliest(const bf16 *exact, const float *
 }
 
 typedef struct {
-    const bf16 *exact;
-    const float *x, *norm;
-    float *logits;
-    float eps;
-    int d, count, vocab, stride;
-} RefineCall;
-
-static void run_refine(Workspace *work, void *context, int id, int threads) {
-    const RefineCall *call = context;
-    (void)work;
-    for (int n = id; n < call->count; n += threads)
-        refine_likeliest(call->exact, call->x + (size_t)n * call->d, call->norm, call->eps, call->d,
-                         call->vocab, NULL, NULL, call->logits + (size_t)n * call->stride);
-}
-
-void refine_rows(Workspace *work, const bf16 *exact, const float *x, const float *norm, float eps,
-                 int d, int count, int vocab, int stride, float *logits) {
-    RefineCall call = {exact, x, norm, logits, eps, d, count, vocab, stride};
-    run_parallel(work, run_refine, &call, exact, count);
-}
-
-typedef struct {
     const float *logits;
     int64_t *ids;
     int count, vocab, stride, k;

@@ -7,12 +7,9 @@
 // more than -inf; the other ids are 0.
 int best_of(const float *row, int vocab, int k, int64_t *ids);
 
-// logits [vocab] are of a narrow copy of `exact` [vocab, d], for the row x [d], which it reads
+// logits [vocab] are of a quantised copy of `exact` [vocab, d], for the row x [d], which it reads
 // through `norm` [d] (NULL: as it is), with noise of the outputs' tokens in them (NULL: without).
 // The likeliest ones become what `exact` says.
 void refine_likeliest(const bf16 *exact, const float *x, const float *norm, float eps, int d,
                       int vocab, const Noise *noise, const int64_t *token_map, float *logits);
-// The same of `count` rows, by all threads.
-void refine_rows(Workspace *work, const bf16 *exact, const float *x, const float *norm, float eps,
-                 int d, int count, int vocab, int stride, float *logits);
 #endif

@@ -292,18 +292,6 @@ class DraftLengthController:
         self._step.refreshed = behind if chosen else 0
         return self._step.plan
 
-    def by_match(self, most: int, rests: bool = True) -> list[int]:
-        """For steps of one sequence that run without a call of `choose`: what to draft with, by
-        match length. −1: own drafts; else how many tokens of the text, at most `most`. rests: as in
-        `choose`.
-        """
-        longest, found = 0 if self.rates is None else self.rates.longest, []
-        for matched in range(longest + 1):
-            length, gain = self._text_gain(matched, most)
-            own = self._own_gain([matched]) >= gain or not (rests or length)
-            found.append(-1 if own else length)
-        return found
-
     def _text_gain(self, matched: int, most: int) -> tuple[int, float]:
         """How many looked-up tokens are worth verifying after a match of this length, and the
         tokens that they add to a step, less what their time is worth.

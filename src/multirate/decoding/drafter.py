@@ -167,10 +167,6 @@ class Verified:
     """[n+1][k]: the target's k likeliest tokens after each node, the likeliest first, by its own
     logits before any sampling settings. None unless `Drafter.top` asks for them.
     """
-    ahead: int = 0
-    """In two-stage verification: how many of the first nodes 1 … n earlier steps had emitted
-    (`Drafter.settle`).
-    """
 
     def of_path(self, states: Tensor) -> Tensor:
         """The accepted nodes' rows of states [n+1, d] → [len(path), d]; a view if they are
@@ -199,10 +195,6 @@ class FusedStep:
     """Depth of its draft."""
     trusted: frozenset[int] = frozenset()
     """Places in `tokens` of the ones that were accepted unverified."""
-    doubted: int = 0
-    """Rows where the quantised copy was uncertain, so that the full-precision weights ran them
-    again.
-    """
     draft_seconds: float = field(default=0.0, compare=False)
     """How long drafting took."""
 
@@ -246,27 +238,11 @@ class Drafter(ABC):
     """Whether a drafter that adapts may leave a step without a draft. `SpeculativeStep.adapt` sets
     it.
     """
-    ends: Sequence[int] = ()
-    """Tokens that end a sequence; drafts and steps after one are useless. Set by the step."""
     worth: np.ndarray | None = None
     """[max_nodes], not falling: the minimum chance of acceptance with which the n-th node of the
     next draft is worth verifying; None: unknown. The step sets it before `draft`, unless the
     drafter adapts itself.
     """
-    ahead: bool = False
-    """Whether the quantised copy will verify the next draft (two-stage verification), where a row
-    costs more. Set before `draft`.
-    """
-    in_stages: bool = False
-    """Whether the current generation uses two-stage verification (methods/common/stages.py), in
-    which each fused step is several steps that decide by themselves what to draft.
-    """
-    drafting_seconds: float = 0.0
-    """Like `Step.drafting_seconds`, for its fused steps."""
-    prompt_decoder: Decoder | None = None
-    """As `Step.prompt_decoder`."""
-    leaves_exact: bool = True
-    """Whether its fused steps leave the K/V that a prefill by the prompts' decoder would write."""
     refused: float | None = None
     """For drafters that accept tokens unverified by a score: the highest score of this generation
     that was too low, or −inf. With a threshold above it, the text is the same. None: unknown.
@@ -289,9 +265,6 @@ class Drafter(ABC):
         `measure_costs` assumes.
         """
         return None
-
-    def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
-        """Makes everything that the drafter would otherwise make only once it is worth it."""
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:  # noqa: B027 - a drafter without state needs none
         """A generation starts with an empty `cache`. Forget the one before, which may have been
@@ -355,16 +328,10 @@ class Drafter(ABC):
         """
         return [0] * len(seqs)
 
-    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        """For drafts by text lookup: at most `most` tokens that followed where the end of sequence
-        `seq` occurred before, and the match length in tokens; 0: no match, or not in this text.
-        """
-        return [], 0
-
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[list[FusedStep]] | None:
-        """Whole steps of each of the sequences `seqs`, if the drafter can run them in one call.
+    ) -> list[FusedStep] | None:
+        """A whole step of each of the sequences `seqs`, if the drafter can run it in one call.
         None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not called with a
         repetition penalty.
 
@@ -379,14 +346,3 @@ class Drafter(ABC):
         already; `sampler.tokens[seq]` ends in the next step's last token. Not called for a sequence
         that has just finished.
         """
-
-    def settle(self, seq: int, verified: Verified) -> None:
-        """Two-stage verification: the full-precision weights have kept the nodes of `verified.path`
-        of sequence `seq`.
-
-        The first `verified.ahead` nodes are the tokens that steps since the last `settle` emitted,
-        as a chain; `accept` was called for these steps when the quantised copy had verified them.
-        The nodes after them are what the last `draft` proposed. verified.top is None. Calls
-        `accept` by default.
-        """
-        self.accept(seq, verified)

@@ -17,17 +17,14 @@ def check_invariants(
     session: Session, step: Step | None = None, atol: float = 1e-4, skip: Sequence[int] = ()
 ) -> None:
     """Checks that every layer holds exactly the emitted tokens except the last and, where exact,
-    the K/V of a fresh prefill by the step's prompt decoder.
+    the K/V of a fresh prefill.
 
-    Exact are the tokens before the first one that `session.note_inexact` or `note_narrow` marked,
-    outside the holes that the step declares (tokens whose deeper layers are still to run). All
-    other committed slots outside a hole must at least have been written, in every layer. skip:
-    sequences that never ran (no room for a token). Raises AssertionError naming sequence, layer and
-    difference.
+    Exact are the tokens before the first one that `session.note_inexact` marked, outside the holes
+    that the step declares (tokens whose deeper layers are still to run). All other committed slots
+    outside a hole must at least have been written, in every layer. skip: sequences that never ran
+    (no room for a token). Raises AssertionError naming sequence, layer and difference.
     """
     decoder, cache = session.decoder, session.cache
-    if step is not None and step.prompt_decoder is not None:
-        decoder = step.prompt_decoder
     layers = decoder.info.num_layers
     for b, sequence in enumerate(session.sampler.tokens):
         if b in skip:

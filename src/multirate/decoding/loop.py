@@ -65,7 +65,7 @@ def _read_prompts(session: Session, step: Step) -> None:
     freed when it returns.
     """
     seqs = session.active
-    hidden, taps = session.prefill(step.taps, decoder=step.prompt_decoder)
+    hidden, taps = session.prefill(step.taps)
     session.first_tokens(hidden)
     going = [i for i, b in enumerate(seqs) if session.stops.reasons[b] is None]
     if going:

@@ -1,10 +1,8 @@
 """Keys and values kept between two calls, so that a conversation's next turn reads only what is
 new.
 
-K/V of steps that skip layers are cut off (Session.kept_length). What is kept equals what a prefill
-of the same tokens by the step's prompt decoder writes, so no turn depends on how the one before was
-decoded. K/V of a quantised copy are also kept, for the lossy method that uses it: reading an answer
-again would take a fifth as long as decoding it did.
+K/V of steps that skip layers are cut off (Session.exact_length). What is kept equals what a prefill
+of the same tokens writes, so no turn depends on how the one before was decoded.
 """
 
 from __future__ import annotations
@@ -32,8 +30,6 @@ class PrefixCache:
 
     tokens: list[int] = field(default_factory=list)
     cache: KVCache | None = None
-    exact: int = 0
-    """How many of the first tokens have the K/V of a prefill."""
 
     def shared(self, prompt: Sequence[int]) -> int:
         """How many first tokens of `prompt` are in the cache. The last token never counts, because
@@ -50,11 +46,11 @@ class PrefixCache:
         cache, self.cache = self.cache, None
         return cache
 
-    def keep(self, tokens: list[int], cache: KVCache, exact: int) -> None:
+    def keep(self, tokens: list[int], cache: KVCache) -> None:
         """Stores a finished generation. `tokens` are all of its sequence; the cache may lack the
         last ones.
         """
-        self.tokens, self.cache, self.exact = tokens[: cache.lengths[0]], cache, exact
+        self.tokens, self.cache = tokens[: cache.lengths[0]], cache
 
     def nbytes(self) -> int:
         """Bytes of the kept K/V."""

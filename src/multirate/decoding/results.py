@@ -48,10 +48,6 @@ class DecodeStats:
     """Number of layers → tokens emitted after that many layers. Empty if every token takes all
     layers.
     """
-    doubted: int = 0
-    """Rows where the quantised copy was uncertain, so that the full-precision weights ran them
-    again.
-    """
     refused: float | None = None
     """Dynamic mode: the highest score that was too low for a token to leave early. With any
     threshold above it the text is the same. −inf: no score was too low; None: unknown.

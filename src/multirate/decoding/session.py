@@ -79,7 +79,6 @@ class Session:
         self.stats = DecodeStats()
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
-        self._narrow_from: dict[int, int] = {}
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
         slots = [
             len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)
@@ -105,8 +104,6 @@ class Session:
                     resumed = _in_pieces(resumed)
                 if resumed > 0:
                     self.stats.resumed = resumed
-                    if kept.exact < resumed:
-                        self.note_narrow(0, kept.exact)
                     cache.truncate(0, resumed)
                     cache.reserve(capacity)
                     return cache
@@ -127,7 +124,6 @@ class Session:
         self.sampler.restart(seq, prompt, number)
         self.cache.truncate(seq, 0)
         self._inexact_from.pop(seq, None)
-        self._narrow_from.pop(seq, None)
         if self.stops.remaining(seq) > 0:
             self.active = sorted([*self.active, seq])
 
@@ -135,22 +131,21 @@ class Session:
         self,
         taps: Sequence[int] = (),
         seqs: Sequence[int] | None = None,
-        decoder: Decoder | None = None,
     ) -> tuple[list[Tensor], list[dict[int, Tensor]]]:
-        """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache, with
-        `decoder` (None: the session's).
+        """Reads the prompts of the sequences `seqs` (None: all active ones) into the cache.
 
         Returns their final residuals h_L, [T_b, d] each, and the residuals entering the layers
         `taps`, [T_b, d] each. A prompt that continues from a kept cache comes without its first
         `stats.resumed` tokens.
         """
-        decoder = decoder or self.decoder
         seqs = self.active if seqs is None else seqs
         texts = {b: self.sampler.tokens[b] for b in seqs}
         pieces: dict[int, list[Mapping[int, Tensor]]] = {b: [] for b in seqs}
-        for b, states in read_in_pieces(decoder, self.cache, texts, taps, start=self.stats.resumed):
+        for b, states in read_in_pieces(
+            self.decoder, self.cache, texts, taps, start=self.stats.resumed
+        ):
             pieces[b].append(states)
-        last = decoder.info.num_layers
+        last = self.decoder.info.num_layers
         joined = [
             {layer: _joined([one[layer] for one in pieces[b]]) for layer in (*taps, last)}
             for b in seqs
@@ -199,21 +194,10 @@ class Session:
         """
         self._inexact_from[seq] = min(token, self._inexact_from.get(seq, token))
 
-    def note_narrow(self, seq: int, token: int) -> None:
-        """Like `note_inexact`, for K/V computed in all layers by a quantised copy of the weights.
-        The prefix cache keeps these for the same lossy method.
-        """
-        self._narrow_from[seq] = min(token, self._narrow_from.get(seq, token))
-
     def exact_length(self, seq: int) -> int:
         """How many of the sequence's committed tokens have the K/V that a prefill through all
         layers writes.
         """
-        length = self.kept_length(seq)
-        return min(length, self._narrow_from.get(seq, length))
-
-    def kept_length(self, seq: int) -> int:
-        """How many have those, or K/V of a quantised copy."""
         length = self.cache.lengths[seq]
         return min(length, self._inexact_from.get(seq, length))
 
@@ -232,10 +216,10 @@ class Session:
         self.stats.seconds = time.perf_counter() - self._started
         reasons = [reason for reason in self.stops.reasons if reason is not None]
         assert len(reasons) == len(self.stops.reasons), "a sequence has not ended"
-        if self._prefix_cache is not None and self.kept_length(0) >= MIN_SHARED:
+        if self._prefix_cache is not None and self.exact_length(0) >= MIN_SHARED:
             # a later turn must not see K/V of layers that were skipped
-            self.cache.truncate(0, self.kept_length(0))
-            self._prefix_cache.keep(self.sampler.tokens[0], self.cache, self.exact_length(0))
+            self.cache.truncate(0, self.exact_length(0))
+            self._prefix_cache.keep(self.sampler.tokens[0], self.cache)
         else:
             self.decoder.release_cache(self.cache)
         return GenerationOutput(self.stops.new_tokens, reasons, self.stats)

@@ -65,16 +65,8 @@ class SpeculativeStep(Step):
         self._may_fuse = self.acceptance.lossless
 
     @property
-    def in_stages(self) -> bool:  # type: ignore[override]
-        return self._may_fuse and self.drafter.in_stages
-
-    @property
     def looks_up(self) -> bool:  # type: ignore[override]
         return self.drafter.looks_up
-
-    @property
-    def prompt_decoder(self) -> Decoder | None:  # type: ignore[override]
-        return self.drafter.prompt_decoder
 
     @property
     def lossless_when_greedy(self) -> bool:
@@ -83,13 +75,9 @@ class SpeculativeStep(Step):
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:
             self._controller.pause()
-        self.drafter.ends = session.stops.ends
-        self.drafting_seconds = self.drafter.drafting_seconds = 0.0
+        self.drafting_seconds = 0.0
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
-
-    def prepare(self) -> None:
-        self.drafter.prepare()
 
     def usable(self, cache: KVCache, length: int) -> int:
         return self.drafter.usable(cache, length)
@@ -106,7 +94,6 @@ class SpeculativeStep(Step):
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
     def finish(self, session: Session) -> None:
-        self.drafting_seconds += self.drafter.drafting_seconds
         session.stats.refused = self.drafter.refused
 
     def costs(self, decoder: Decoder) -> CostModel | None:
@@ -135,7 +122,7 @@ class SpeculativeStep(Step):
         limits = [session.stops.remaining(b) - 1 for b in seqs]
         fuses = self._may_fuse and self.watch is None and not session.sampler.settings.uses_context
         self._matched = {}
-        if self._controller is not None and self._adapts and not (fuses and self.drafter.in_stages):
+        if self._controller is not None and self._adapts:
             self.drafter.worth = self._controller.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
@@ -146,9 +133,6 @@ class SpeculativeStep(Step):
         if fuses and self._run_fused(session, seqs, limits):
             return
         cache, stops = session.cache, session.stops
-        if self.prompt_decoder is not None:
-            for b in seqs:
-                session.note_narrow(b, cache.lengths[b])
         last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
         begin = time.perf_counter()
         drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
@@ -196,23 +180,14 @@ class SpeculativeStep(Step):
         every = self.drafter.fused_steps(seqs, last_tokens, limits)
         if every is None:
             return False
-        for b, steps in zip(seqs, every, strict=True):
-            if not self.drafter.leaves_exact:
-                session.note_narrow(b, session.cache.lengths[b])
-            for further, done in enumerate(steps):
-                if further:
-                    if session.stops.reasons[b] is not None:
-                        break  # it went on beyond the sequence's end
-                    session.stats.target_passes += 1
-                    session.stats.sequence_steps += 1
-                self._count(b, len(done.tokens), done.levels, done.drafted)
-                kept = session.emit(b, done.tokens)
-                self._count_exits(session, kept, sum(place < kept for place in done.trusted))
-                session.stats.doubted += done.doubted
-                session.cache.commit(b, kept)
-                session.stats.count_draft(
-                    done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
-                )
+        for b, done in zip(seqs, every, strict=True):
+            self._count(b, len(done.tokens), done.levels, done.drafted)
+            kept = session.emit(b, done.tokens)
+            self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+            session.cache.commit(b, kept)
+            session.stats.count_draft(
+                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
+            )
         return True
 
     def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:

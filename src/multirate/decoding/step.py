@@ -39,12 +39,6 @@ class Step(ABC):
     """
     repeats_text: bool = True
     """Whether sampling with a seed gives the text of plain decoding with that seed."""
-    in_stages: bool = False
-    """Of a speculative step: as `Drafter.in_stages`."""
-    prompt_decoder: Decoder | None = None
-    """The decoder that reads the prompts; None: the session's. No other step uses its K/V,
-    including those that the prefix cache keeps for this step.
-    """
     drafting_seconds: float = 0.0
     """Time that drafts of the current generation have taken outside the decoder."""
     looks_up: bool = False
@@ -92,8 +86,7 @@ class Step(ABC):
         tokens before it.
 
         Afterwards `session.cache.lengths[b]` counts all tokens of sequence b except the last
-        emitted one. A step that leaves other K/V than a prefill calls `session.note_inexact`, or
-        `session.note_narrow` for those of a quantised copy.
+        emitted one. A step that leaves other K/V than a prefill calls `session.note_inexact`.
         """
 
     def finish(self, session: Session) -> None:  # noqa: B027 - optional
@@ -112,11 +105,6 @@ class Step(ABC):
         Not during a generation, because measuring may use the step's state.
         """
         return None
-
-    def prepare(self) -> None:  # noqa: B027 - most have nothing to put off
-        """Makes everything that the step would otherwise make only once it is worth it (copies of
-        weights). Not during a generation.
-        """
 
     def expect(self, rates: Sequence[float]) -> None:  # noqa: B027 - optional
         """Acceptance rates by depth of earlier drafts of this kind, from a model card."""

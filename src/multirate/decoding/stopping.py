@@ -133,11 +133,6 @@ class StopTracker:
     def _end_of_room(self, seq: int) -> FinishReason:
         return "length" if self._room[seq] == self._settings.max_new_tokens else "context"
 
-    @property
-    def ends(self) -> tuple[int, ...]:
-        """Tokens that end a sequence."""
-        return self._settings.eos_token_ids
-
     def total_room(self, seq: int) -> int:
         """How many tokens the sequence may emit in total."""
         return self._room[seq]

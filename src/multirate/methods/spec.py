@@ -121,33 +121,11 @@ class DynamicMode:
     """Dials of the same method with another score, each with its own path, which a comparison of
     dynamic modes measures as well.
     """
-    label: str = "score"
-    """The dial's name, for `multirate calibrate --dial`."""
-    usable: Callable[[Decoder, Any], bool] = lambda decoder, module: True
-    """usable(decoder, module): whether the dial has an effect there."""
-    alone: bool = False
-    """Whether it has an effect only for one sequence at a time."""
-    preferred: bool = False
-    """Whether calibration uses this dial instead of the first one, where it is usable."""
-    told: Callable[[float], str] = "threshold {:.4f}".format
-    """told(threshold): a point of its path in words."""
 
-    def dials(self, decoder: Decoder, module: Any) -> list[DynamicMode]:
-        """The dials that are usable on this decoder, with this accelerator's module."""
-        return [dial for dial in (self, *self.others) if dial.usable(decoder, module)]
-
-    def dial(self, decoder: Decoder, module: Any, name: str | None = None) -> DynamicMode:
-        """The dial called `name`; None: the one to calibrate. Raises UserError for one that is not
-        usable there.
-        """
-        found = self.dials(decoder, module)
-        if name is None:
-            return next((dial for dial in found if dial.preferred), found[0])
-        for dial in found:
-            if dial.label == name:
-                return dial
-        known = ", ".join(dict.fromkeys(dial.label for dial in found))
-        raise UserError(f"dial {name!r} cannot be used here; accepted: {known}")
+    @property
+    def dials(self) -> tuple[DynamicMode, ...]:
+        """This one and the others."""
+        return self, *self.others
 
     def along(self, count: int | None = None) -> tuple[float, ...]:
         """`count` thresholds spread evenly over the path, including both ends; None: all."""

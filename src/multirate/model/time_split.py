@@ -11,12 +11,10 @@ class TimeSplit:
 
     draft: float = 0.0
     """Drafting, and what only drafts need."""
-    narrow: float = 0.0
-    """Layers of the quantised copy, in verification and plain passes."""
     own: float = 0.0
-    """The same of the full-precision weights."""
+    """The model's layers, in verification and plain passes."""
     head: float = 0.0
-    """The heads of both, and the choice of tokens."""
+    """The model's head, and the choice of tokens."""
 
     def __add__(self, other: TimeSplit) -> TimeSplit:
         return TimeSplit(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import ExitWeights
+from multirate.methods.common.config import ExitWeights, MethodConfig
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 Confidence = Literal["softmax", "state", "classifier"]
@@ -21,7 +20,7 @@ def default_exits(num_layers: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class CalmDecodeConfig(DepthDecodeConfig):
+class CalmDecodeConfig(MethodConfig):
     """Settings shared by calm and calm-classifier."""
 
     METHOD: ClassVar[str] = "calm"

@@ -13,7 +13,6 @@ from multirate.methods.calm.config import (
 from multirate.methods.calm.exits import trained_exits, untrained_exits
 from multirate.methods.calm.modules import ExitClassifiers
 from multirate.methods.calm.train import CalmObjective
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 REDUCED_HEAD = 16384
@@ -50,18 +49,14 @@ UNTRAINED = register(
             "threshold (lossy)"
         ),
         settings=CalmConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                untrained_exits(decoder, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            untrained_exits(decoder, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            _dial(
-                _MARGINS,
-                _dial(_COSINES, confidence="state"),
-                confidence="softmax",
-                draft_vocab=REDUCED_HEAD,
-            )
+        dynamic=_dial(
+            _MARGINS,
+            _dial(_COSINES, confidence="state"),
+            confidence="softmax",
+            draft_vocab=REDUCED_HEAD,
         ),
         role="depth",
         lossless=False,
@@ -75,13 +70,11 @@ TRAINED = register(
             "skips a token's remaining layers once a trained classifier accepts the exit (lossy)"
         ),
         settings=CalmClassifierDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                trained_exits(decoder, module, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            trained_exits(decoder, module, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            _dial(PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier")
+        dynamic=_dial(
+            PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier"
         ),
         training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
         role="depth",

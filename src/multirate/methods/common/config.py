@@ -21,10 +21,6 @@ ExitWeights = Literal["int8", "bf16"]
 """How the native kernel packs a reduced head at an early exit. Unlike with DraftWeights, the choice
 can change the text. [ours]
 """
-PromptWeights = Literal["own", "narrow"]
-"""Which weights read the prompt in lossy modes that decode with a quantised copy of the model:
-"own", the full-precision weights, or "narrow", the copy. [ours]
-"""
 MAX_COUNT = 1 << 20
 """Upper limit of every field that decides a tensor's size. Configurations may come from untrusted
 files, and products of sizes must stay below 2^63.

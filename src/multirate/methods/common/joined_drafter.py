@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.lookup import Lookup, LookupName, check_texts
-from multirate.methods.common.staged_config import StagedTextConfig
-from multirate.methods.common.staged_drafter import in_stages
 from multirate.methods.common.wrapped_drafter import WrappedDrafter
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
 
 @dataclass(frozen=True)
-class JoinedConfig(StagedTextConfig):
+class JoinedConfig(MethodConfig):
     """Settings of drafters that can be combined with text lookup."""
 
     lookup: LookupName | None = None
@@ -30,8 +29,6 @@ class JoinedConfig(StagedTextConfig):
     """
     lookup_least: int = 4
     """Minimum match length, in tokens, to draft from."""
-    lookup_least_ahead: int = 2
-    """The same for drafts that the quantised copy verifies (two-stage verification)."""
     lookup_tokens: int = 10
     """Maximum length of a looked-up draft."""
     texts: str | None = None
@@ -41,16 +38,12 @@ class JoinedConfig(StagedTextConfig):
 
     def check(self) -> None:
         super().check()
-        self.require_count("lookup_least", "lookup_least_ahead", "lookup_tokens")
+        self.require_count("lookup_least", "lookup_tokens")
         check_texts(self, self.texts, self.lookup is not None)
 
-    def joined(self, drafter: Drafter, decoder: Decoder, stages: bool = True) -> Drafter:
-        """The drafter that these settings ask for, with drafts that `decoder` verifies. stages:
-        whether its steps may use two-stage verification.
-        """
-        if self.lookup is not None:
-            drafter = JoinedDrafter(drafter, self, decoder)
-        return in_stages(drafter, decoder, self) if stages else drafter
+    def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
+        """The drafter that these settings ask for, with drafts that `decoder` verifies."""
+        return drafter if self.lookup is None else JoinedDrafter(drafter, self, decoder)
 
 
 class JoinedDrafter(WrappedDrafter):
@@ -66,10 +59,10 @@ class JoinedDrafter(WrappedDrafter):
         self.looks_up = True
         if drafter.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
-        self._least, self._least_ahead = config.lookup_least, config.lookup_least_ahead
+        self._least = config.lookup_least
         found = Lookup.of(config.lookup, config.texts, decoder)
         # a match need not be told longer than it decides
-        self._lookup = replace(found, longest=max(found.longest, self._least, self._least_ahead))
+        self._lookup = replace(found, longest=max(found.longest, self._least))
         self.longest, self._tokens = self._lookup.told, config.lookup_tokens
         self.max_nodes = max(drafter.max_nodes, config.lookup_tokens)
         self._texts: list[TextSource] = []
@@ -99,8 +92,6 @@ class JoinedDrafter(WrappedDrafter):
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
             if self._drafts(matched):
                 there = self._lookup.in_given(matched)
-                if self.ahead:  # a row costs more there
-                    tokens = tokens[:matched]
                 drafts[b] = Draft.chain(tokens[: there or None])
                 drafts[b].copied = range(1, len(drafts[b].tokens) + 1)
         asked = [i for i, b in enumerate(seqs) if b not in drafts]
@@ -120,24 +111,12 @@ class JoinedDrafter(WrappedDrafter):
         told = [self._texts[b].look_up(self._sampler.tokens[b], 1)[1] for b in seqs]
         return [n if self._drafts(n) else 0 for n in told]
 
-    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        """See Drafter."""
-        assert self._sampler is not None
-        tokens, matched = self._texts[seq].look_up(self._sampler.tokens[seq], most)
-        return tokens, self._lookup.in_own(matched)
-
-    def settle(self, seq: int, verified: Verified) -> None:
-        if len(verified.path) <= verified.ahead:
-            self._texts[seq] = self._lookup.source()  # it has taken in refused tokens
-        super().settle(seq, verified)
-
     def _drafts(self, matched: int) -> bool:
         """Whether to draft from a match with this number; matches in other texts must be twice as
         long.
         """
-        least = self._least_ahead if self.ahead else self._least
         there = self._lookup.in_given(matched)
-        return there >= 2 * least if there else matched >= least
+        return there >= 2 * self._least if there else matched >= self._least
 
     def _follow(self, sampler: Sampler) -> None:
         self._sampler = sampler

@@ -60,20 +60,10 @@ class KernelText:
             self._automaton.memory, self._automaton.room = abi.ints(self._memory), room
             self._library.mr_automaton_clear(self._automaton)
 
-    def make_room(self, more: int) -> None:
-        """Room for so many tokens and a step."""
-        if len(self) + more + 2 * self._added > len(self._tokens):
+    def make_room(self) -> None:
+        """Room for a step."""
+        if len(self) + 2 * self._added > len(self._tokens):
             self.set(self._tokens[: len(self)], room=len(self._tokens))
-
-    def cut(self, count: int) -> None:
-        """Only the first `count` tokens are the text."""
-        self._text.count = count
-
-    def forget_beyond(self, count: int) -> None:
-        """Tokens that the automaton has taken in behind the first `count` were not the text's."""
-        automaton = self._automaton
-        if automaton is not None and automaton.count > count:
-            self._library.mr_automaton_clear(automaton)
 
     def look_up(self, longest: int, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextSource.look_up`. longest: of an

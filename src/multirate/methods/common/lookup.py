@@ -59,10 +59,6 @@ class Lookup:
         """
         return max(told - self.longest, 0)
 
-    def in_own(self, told: int) -> int:
-        """The same for a match in the text itself; 0: it is in other texts."""
-        return 0 if self.in_given(told) else told
-
     def source(self) -> TextSource:
         """A text source for a new text."""
         own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from multirate.methods.common.config import DraftWeights, PromptWeights
+from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.lookup import LookupName, check_texts
-from multirate.methods.common.staged_config import StagedTextConfig
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
@@ -18,7 +17,7 @@ MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
 @dataclass(frozen=True)
-class StreamDecodeConfig(StagedTextConfig):
+class StreamDecodeConfig(MethodConfig):
     """How draft trees grow. Shared by m2r2, m2r2-carry, eagle, eagle3 and kangaroo."""
 
     depth: int = 8
@@ -67,16 +66,6 @@ class StreamDecodeConfig(StagedTextConfig):
     """How the native kernel packs weights that only draft: int4 reads a third of the memory, int8
     half, both with other drafts and the same text; bf16 is unquantised. [ours]
     """
-    margin: float | None = None
-    """Dynamic mode (lossy): a quantised copy of the model verifies drafts, and the full-precision
-    weights decide a token only if the logits of its two likeliest candidates differ by less than
-    this. Null: the full-precision weights verify everything. Takes effect in greedy decoding of one
-    sequence on the native kernel, on a processor with byte multiplication. [ours]
-    """
-    prompt_weights: PromptWeights = "own"
-    """With a margin: which weights read the prompt. narrow, the quantised copy, is faster and
-    changes some tokens. [ours]
-    """
 
     def check(self) -> None:
         super().check()
@@ -85,14 +74,6 @@ class StreamDecodeConfig(StagedTextConfig):
             self.require(isinstance(value, str) or low <= value <= high, name, f"{low} to {high}")
         self.require(self.sharpness > 0, "sharpness", "above 0")
         check_texts(self, self.texts, bool(self.lookup))
-        self.require(
-            self.margin is None or self.margin >= 0, "margin", "0 or above (logits), or null"
-        )
-        self.require(
-            self.prompt_weights == "own" or self.margin is not None,
-            "prompt_weights",
-            "own, or narrow together with a margin",
-        )
         self.require(
             self.window is None or 1 <= self.window <= MAX_WINDOW,
             "window",

@@ -23,24 +23,15 @@ from multirate.decoding.draft_length import DraftLengthController, Plan, StepCos
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
-from multirate.errors import say_once
 from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_sequences import FusedSequences
-from multirate.methods.common.fused_steps import (
-    ENDS,
-    Following,
-    FusedSteps,
-    Growth,
-    run_together,
-)
+from multirate.methods.common.fused_steps import FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.stages import Behind, Stages
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.methods.common.stream_estimates import (
     LOSSY_COSTS,
-    NARROW_COSTS,
     NO_MATCH,
     Match,
     StreamEstimates,
@@ -49,12 +40,8 @@ from multirate.methods.common.waiting_tokens import WaitingTokens
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
-_MOST_AT_ONCE, _LEARNED_FROM = 8, 8  # tokens of lossy steps in one call, and of a text for each
-# more of these: of a call's steps one is learned from, and at first there is most to learn
-_CHOSEN_AGAIN = 8  # calls after which what follows a match is chosen anew
 _MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
 
 
@@ -90,19 +77,7 @@ class StreamDrafter(Drafter):
             and isinstance(decoder, NativeDecoder)
             and isinstance(runner, NativeDraftRunner)
         )
-        self._margin = config.margin if fuses and narrow_weights(decoder) else None
-        if config.margin is not None and self._margin is None:
-            say_once(
-                f"{config.METHOD} setting margin={config.margin} has no effect here: only the "
-                "native kernel verifies with 8-bit weights, on a processor with byte "
-                "multiplication (AVX-512 with VNNI); verifying all drafts with the "
-                "full-precision weights"
-            )
-        self.lossless = trusting is None and self._margin is None
-        if self._margin is not None and config.prompt_weights == "narrow":
-            assert isinstance(decoder, NativeDecoder)
-            self.prompt_decoder = decoder.in_8_bits()
-        self._stages = Stages(decoder, config if fuses and self.lossless else None)
+        self.lossless = trusting is None
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
@@ -125,17 +100,13 @@ class StreamDrafter(Drafter):
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
         self._refreshed = self._seen_from = 0
-        lossy = LOSSY_COSTS if self._margin is None else NARROW_COSTS
-        self._lossy_costs = None if self.lossless else lossy
+        self._lossy_costs = None if self.lossless else LOSSY_COSTS
         self._shared = self._new_estimates(self._lossy_costs)
         self._own: dict[int, StreamEstimates] = {}  # by sequence
-        # of steps that the narrow copy verifies before the model's own weights do
-        self._known_ahead: StreamEstimates | None = None
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
         self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
-        self._entered_at: dict[int, int] = {}  # by sequence: its tokens when fused steps began
         self._fused: FusedSequences | None = None
         if fuses and isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner):
             if trusting is not None:
@@ -169,29 +140,23 @@ class StreamDrafter(Drafter):
             refresh=self._refresh,
             automaton=self._lookup.automaton,
             given=self._lookup.given,
-            margin=self._margin,
             window=runner.window,
-            staged=self._stages.tokens,
         )
 
-    def _new_estimates(
-        self, costs: StepCosts | None, expected: Sequence[float] = ()
-    ) -> StreamEstimates:
+    def _new_estimates(self, costs: StepCosts | None) -> StreamEstimates:
         """costs: costs by which drafts grow, independent of the clock, where the settings leave
         thresholds open; None: still to be measured.
         """
         made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
         if costs is not None and self._prices:
             rates = made.continuations
-            made.go_by(DraftLengthController(costs, self.max_nodes, rates, expected, timed=False))
+            made.go_by(DraftLengthController(costs, self.max_nodes, rates, timed=False))
         return made
 
     def _estimates(self, seq: int) -> StreamEstimates:
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
-        if self._known_ahead is not None and self.in_stages:
-            return self._known_ahead
         if self.lossless:
             return self._shared
         if seq not in self._own:
@@ -240,16 +205,7 @@ class StreamDrafter(Drafter):
         self._waiting, self._refreshed, self._seen_from = {}, 0, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
-        # without doubts everything is the narrow copy's, as the prompts are
-        narrow = self._margin == 0 and self.prompt_decoder is not None and sampler.greedy
-        self.leaves_exact = self._margin is None or narrow
         self._grower.refused = -np.inf
-        self.in_stages = self._stages.begin(sampler)
-        if self.in_stages:
-            known = self._known_ahead or self._new_estimates(NARROW_COSTS, self.expected)
-            self._known_ahead = known
-            if known.controller is not None:
-                known.controller.pause()
         if self._fused is not None:
             self._fused.begin(self._begin_fused)
 
@@ -261,15 +217,11 @@ class StreamDrafter(Drafter):
             self._sampler,
             couple=self.config.drafts == "coupled",
             top=self._candidates,
-            stages=self.in_stages,
         )
-
-    def prepare(self) -> None:
-        self._stages.prepare()
 
     @property
     def refused(self) -> float | None:  # type: ignore[override]
-        if self.lossless or self._margin is not None:
+        if self.lossless:
             return None
         fused = -np.inf if self._fused is None else self._fused.refused
         return max(self._grower.refused, fused)
@@ -421,7 +373,7 @@ class StreamDrafter(Drafter):
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[list[FusedStep]] | None:
+    ) -> list[FusedStep] | None:
         fused = self._fused
         if fused is None or draws(self.config, self._sampler):
             return None
@@ -432,16 +384,6 @@ class StreamDrafter(Drafter):
         for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
-        if self.in_stages:
-            (seq,), (limit,) = seqs, limits
-            run, behind = partial(self._run_on, seq), partial(self._draft_behind, seq)
-            follow = partial(self._continuation, seq) if self._lookup.longest else None
-            settled = self._stages.run(limit, run, fused[seq].settle, behind, self.ends, follow)
-            self._note_read(seq, len(settled.tokens))
-            return [[settled]]
-        if self._margin is not None and self._sampler.plain:
-            # the narrow copy verifies: a row costs as much beside others' as alone
-            return [self._run_until(seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
         growths: dict[int, Growth] = {}
         for group in self._alike(seqs):
             those, left = [seqs[i] for i in group], [limits[i] for i in group]
@@ -452,69 +394,7 @@ class StreamDrafter(Drafter):
         for seq, step in zip(seqs, done, strict=True):
             if self._estimates(seq).controller is not None or self._lookup.longest:
                 self._learn_fused(seq, fused[seq], step)
-        return [[step] for step in done]
-
-    def _run_until(self, seq: int, limit: int) -> list[FusedStep]:
-        """Lossy steps of a call: the more of the text there is, the more are not learned from."""
-        emitted = len(self._sampler.tokens[seq]) - self._entered_at[seq]
-        tokens = min(limit, _MOST_AT_ONCE, 1 + emitted // _LEARNED_FROM)
-        done = self._run_on(seq, limit, tokens)
-        self._note_read(seq, sum(len(step.tokens) for step in done))
         return done
-
-    def _run_on(self, seq: int, limit: int, tokens: int | None = None) -> list[FusedStep]:
-        """Steps that the quantised copy verifies: a first one that is chosen and learned from, and
-        those that follow it with the same estimates. limit: as in `draft`. tokens: as Following's;
-        None: `limit`.
-        """
-        assert self._fused is not None
-        fused = self._fused[seq]
-        plan = self._choose([seq], [limit], self.behind([seq]))
-        growth = self._growth(seq, limit, None if plan.stream else plan.text[0])
-        following = Following(
-            self._by_match(seq),
-            limit if tokens is None else tokens,
-            limit,
-            *self._depths(limit),
-            ends=self.ends,
-        )
-        run = fused.run_ahead if self.in_stages else fused.run_on
-        done = run(growth, following)
-        self._learn_fused(seq, fused, done[0])
-        return done
-
-    def _draft_behind(self, seq: int, most: int) -> Behind:
-        """As `Stages.run` asks for it: the stream's, or what the text had, as steps that nobody
-        chooses for.
-        """
-        assert self._fused is not None
-        fused = self._fused[seq]
-        text = fused.copied(most, self._by_match(seq))
-        if text is None:
-            return fused.draft_behind(self._growth(seq, most, None), most)
-        return text, range(len(text))
-
-    def _by_match(self, seq: int) -> np.ndarray:
-        """As Following's."""
-        known = self._estimates(seq)
-        known.told_steps += 1
-        if known.by_match is None or known.told_steps % _CHOSEN_AGAIN == 0:
-            chosen = [-1] * (self._lookup.told + 1)
-            if known.controller is not None:
-                chosen = known.controller.by_match(self.config.nodes, self.rests)
-            if self.in_stages:
-                own = range(self._lookup.longest + 1)
-                chosen[: len(own)] = (
-                    ENDS if self._stages.is_direct(matched) else chosen[matched] for matched in own
-                )
-            known.by_match = np.array(chosen, np.int32)
-        return known.by_match
-
-    def _continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        """The text lookup that `Stages.run` uses."""
-        assert self._fused is not None
-        tokens, matched = self._fused[seq].look_up(most)
-        return tokens, self._lookup.in_own(matched)
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
         """The places of sequences that go by the same estimates, together."""
@@ -543,7 +423,6 @@ class StreamDrafter(Drafter):
         """The sequence's first fused step begins."""
         waiting = self._waiting.pop(seq)
         known = self._estimates(seq)
-        self._entered_at[seq] = len(self._sampler.tokens[seq])
         steps = fused.start(seq)
         steps.enter(
             seq,
@@ -569,14 +448,6 @@ class StreamDrafter(Drafter):
             if parent == path[-1] and token == done.tokens[len(path) - 1]:
                 path.append(node)
         self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
-
-    def _note_read(self, seq: int, emitted: int) -> None:
-        """Records the steps of a call, which emitted this many tokens that are still
-        uncommitted.
-        """
-        assert self._cache is not None
-        if seq == 0 and self._refresh:
-            self._refreshed = self._cache.lengths[0] + emitted - self.behind([0])
 
     def _note_refreshed(self, seq: int) -> None:
         """A step begins: it refreshes all of the sequence's committed tokens that were not yet and

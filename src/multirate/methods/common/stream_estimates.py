@@ -24,16 +24,6 @@ LOSSY_COSTS = StepCosts(
 (lab/notes/weight-formats.md). Fixed instead of measured, because a lossy text must not depend on
 timing.
 """
-NARROW_COSTS = StepCosts(
-    plain_step=1.0,
-    verify={1: 1.0, 2: 1.1, 4: 1.3, 5: 1.5, 6: 1.7, 8: 2.1, 10: 2.6, 12: 3.1, 24: 6.0, 60: 15.0},
-    draft_step=0.06,
-)
-"""The same for drafts verified with the quantised copy, in that copy's plain steps. With fast
-memory a row takes 0.16 of such a step from the fifth on. The costs here are higher, by trial:
-drafts as long as their chances allow are longer than is fastest
-(lab/notes/two-stage-verification.md).
-"""
 # Where only one of the two thresholds is set.
 _FIXED_DRAFT_THRESHOLD, _FIXED_VERIFY_THRESHOLD = 0.3, 0.1
 
@@ -55,7 +45,6 @@ class StreamEstimates:
     controller: sets thresholds that the settings leave open, and chooses what to draft with; None:
         both are set, or costs are still to be measured.
     calibration: maps the branch's confidence to acceptance; None as for the controller.
-    by_match: int32, as DraftLengthController.by_match, for this many calls.
     """
 
     continuations: ContinuationRates
@@ -63,8 +52,6 @@ class StreamEstimates:
     verify_threshold: np.ndarray
     controller: DraftLengthController | None = None
     calibration: Calibration | None = None
-    by_match: np.ndarray | None = None
-    told_steps: int = 0
 
     @staticmethod
     def of(config: StreamDecodeConfig, nodes: int, lookup: Lookup) -> StreamEstimates:

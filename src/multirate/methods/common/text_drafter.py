@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from multirate.decoding.drafter import Draft, Drafter, FusedStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.fused_sequences import FusedSequences
-from multirate.methods.common.fused_steps import (
-    ENDS,
-    Following,
-    FusedSteps,
-    Growth,
-    run_together,
-)
+from multirate.methods.common.fused_steps import FusedSteps, Growth, run_together
 from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.staged_config import StagedConfig
-from multirate.methods.common.stages import Behind, Stages
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
@@ -30,8 +20,8 @@ from multirate.model.native.cache import NativeKVCache
 class TextDrafter(Drafter):
     """Drafts what followed where the end of the text occurred before, at most `tokens` tokens.
 
-    length: how many to draft after a match of this length, with or without two-stage verification;
-    None: all. On the native decoder a step is one kernel call.
+    length: how many to draft after a match of this length; None: all. On the native decoder a step
+    is one kernel call.
     """
 
     start = 0
@@ -41,8 +31,7 @@ class TextDrafter(Drafter):
         decoder: Decoder,
         lookup: Lookup,
         tokens: int,
-        length: Callable[[int, bool], int] | None = None,
-        staged: StagedConfig | None = None,
+        length: Callable[[int], int] | None = None,
     ) -> None:
         self.max_nodes = tokens
         self.longest = lookup.told
@@ -53,17 +42,6 @@ class TextDrafter(Drafter):
             isinstance(decoder, NativeDecoder)
             and decoder.supports_fused
             and FusedSteps.can_draft(tokens)
-        )
-        self._stages = Stages(decoder, staged if fuses else None)
-        # for the quantised copy's rounds: how many tokens to copy after a match of each length
-        self._by_match = np.array(
-            [
-                ENDS
-                if self._stages.is_direct(lookup.in_own(n))
-                else min(tokens, self._wanted(n, True))
-                for n in range(lookup.told + 1)
-            ],
-            np.int32,
         )
         if fuses and isinstance(decoder, NativeDecoder):
             self._stream = decoder.stream()
@@ -80,11 +58,7 @@ class TextDrafter(Drafter):
             refresh=False,
             automaton=lookup.automaton,
             given=lookup.given,
-            staged=self._stages.tokens,
         )
-
-    def prepare(self) -> None:
-        self._stages.prepare()
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the texts of the generation before."""
@@ -92,8 +66,7 @@ class TextDrafter(Drafter):
         self._sampler = sampler
         if self._fused is not None:
             assert isinstance(cache, NativeKVCache)
-            self.in_stages = stages = self._stages.begin(sampler)
-            self._fused.begin(lambda steps: steps.begin(cache, None, sampler, stages=stages))
+            self._fused.begin(lambda steps: steps.begin(cache, None, sampler))
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
@@ -110,7 +83,7 @@ class TextDrafter(Drafter):
         for b, limit in zip(seqs, limits, strict=True):
             most = min(limit, self.max_nodes)
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
-            drafts.append(Draft.chain(tokens[: self._wanted(matched, self.in_stages)]))
+            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
         return drafts
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
@@ -125,7 +98,7 @@ class TextDrafter(Drafter):
 
     def fused_steps(
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[list[FusedStep]] | None:
+    ) -> list[FusedStep] | None:
         fused, sampler = self._fused, self._sampler
         if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
             return None
@@ -133,42 +106,21 @@ class TextDrafter(Drafter):
             if seq not in fused:
                 fused.start(seq).enter(seq, [last_token], text=sampler.tokens[seq])
         every = [fused[seq] for seq in seqs]
-        if self.in_stages:
-            (steps,), (limit,) = every, limits
-            run = partial(self._run_on, steps)
-            behind, follow = partial(self._behind, steps), partial(self._continuation, steps)
-            settled = self._stages.run(limit, run, steps.settle, behind, self.ends, follow)
-            return [[settled]]
         growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
-        return [[step] for step in run_together(every, growths)]
-
-    def _continuation(self, steps: FusedSteps, most: int) -> tuple[list[int], int]:
-        """The text lookup that `Stages.run` uses."""
-        tokens, matched = steps.look_up(most)
-        return tokens, self._lookup.in_own(matched)
-
-    def _behind(self, steps: FusedSteps, most: int) -> Behind:
-        """As `Stages.run` asks for it."""
-        tokens = steps.copied(most, self._by_match) or []  # there is no stream
-        return tokens, range(len(tokens))
-
-    def _run_on(self, steps: FusedSteps, limit: int, tokens: int) -> list[FusedStep]:
-        """Runs steps that the quantised copy verifies, until they have this many tokens."""
-        following = Following(self._by_match, tokens, limit, ends=self.ends)
-        return steps.run_ahead(self._growth(steps, limit), following)
+        return run_together(every, growths)
 
     def _growth(self, steps: FusedSteps, limit: int) -> Growth:
         """How far the text is followed, at most `limit` tokens."""
         most = min(limit, self.max_nodes)
         if self._length is not None and most:
-            most = min(most, self._wanted(steps.look_up(most)[1], self.in_stages))
+            most = min(most, self._wanted(steps.look_up(most)[1]))
         return Growth(most)
 
-    def _wanted(self, matched: int, in_stages: bool) -> int:
+    def _wanted(self, matched: int) -> int:
         if self._length is None:
             return self.max_nodes
         # no more tokens of other texts than were matched: longer drafts cost more than they brought
         there = self._lookup.in_given(matched)
         if there:
-            return min(there, self._length(there, in_stages))
-        return self._length(matched, in_stages)
+            return min(there, self._length(there))
+        return self._length(matched)

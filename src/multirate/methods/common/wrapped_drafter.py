@@ -30,9 +30,6 @@ class WrappedDrafter(Drafter):
     def trial_step(self) -> Callable[[], object] | None:
         return self.drafter.trial_step()
 
-    def prepare(self) -> None:
-        self.drafter.prepare()
-
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self.drafter.begin(cache, sampler)
 
@@ -58,7 +55,7 @@ class WrappedDrafter(Drafter):
         limits: Sequence[int],
         sampler: Sampler,
     ) -> list[Draft]:
-        self.drafter.worth, self.drafter.ahead = self.worth, self.ahead
+        self.drafter.worth = self.worth
         return self.drafter.draft(seqs, last_tokens, limits, sampler)
 
     def behind(self, seqs: Sequence[int]) -> int:
@@ -67,11 +64,5 @@ class WrappedDrafter(Drafter):
     def matched(self, seqs: Sequence[int]) -> list[int]:
         return self.drafter.matched(seqs)
 
-    def continuation(self, seq: int, most: int) -> tuple[list[int], int]:
-        return self.drafter.continuation(seq, most)
-
     def accept(self, seq: int, verified: Verified) -> None:
         self.drafter.accept(seq, verified)
-
-    def settle(self, seq: int, verified: Verified) -> None:
-        self.drafter.settle(seq, verified)

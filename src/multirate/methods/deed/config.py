@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import ExitWeights
+from multirate.methods.common.config import ExitWeights, MethodConfig
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -30,8 +29,8 @@ class DeedConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class DeedDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class DeedDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "deed"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.deed.config import DeedConfig, DeedDecodeConfig
 from multirate.methods.deed.exits import policy_of
 from multirate.methods.deed.modules import AdaptedExits
@@ -19,17 +18,13 @@ SPEC = register(
             "enough (lossy)"
         ),
         settings=DeedDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                policy_of(decoder, module, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda exits: exits.exits,
-                settings=lambda exits, threshold: {"threshold": threshold},
-                path=PROBABILITIES,
-            )
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=lambda exits, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
         ),
         training=Training(DeedConfig, AdaptedExits, DeedObjective),
         role="depth",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import ExitWeights
+from multirate.methods.common.config import ExitWeights, MethodConfig
 from multirate.methods.common.exits import ExitsConfig
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -37,8 +36,8 @@ class FreeConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class FreeDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class FreeDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "free"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.methods.common.linear_exits import start_from_least_squares
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
 from multirate.methods.free.exits import policy_of
 from multirate.methods.free.modules import ShallowExit
@@ -19,17 +18,13 @@ SPEC = register(
             "skips a token's remaining layers at one shallow exit that is confident enough (lossy)"
         ),
         settings=FreeDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                policy_of(decoder, module, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda exits: exits.exits,
-                settings=lambda exits, threshold: {"threshold": threshold},
-                path=PROBABILITIES,
-            )
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=lambda exits, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
         ),
         training=Training(FreeConfig, ShallowExit, FreeObjective, start=start_from_least_squares),
         role="depth",

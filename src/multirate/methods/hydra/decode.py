@@ -87,14 +87,6 @@ class HydraDrafter(HeadsDrafter):
     def accept(self, seq: int, verified: Verified) -> None:
         self._add(seq, verified.accepted)
 
-    def settle(self, seq: int, verified: Verified) -> None:
-        """The prefix layer reads the tokens again that it knows from a narrow copy."""
-        assert self._cache is not None
-        if self.heads.prefix is not None:
-            before = self._cache.lengths[seq] - len(verified.path)
-            self._verified[seq] = self._first(self._verified[seq], before)
-        self.accept(seq, verified)
-
     def _first(self, known: _Verified, kept: int) -> _Verified:
         """What is known of the first `kept` tokens."""
         count = min(known.count, kept)

@@ -15,9 +15,7 @@ SPEC = register(
         summary="drafts with trained heads that read the tokens drafted before theirs",
         settings=HydraDecodeConfig,
         drafter=lambda decoder, module, settings: settings.joined(
-            HydraDrafter(decoder, module, settings),
-            decoder,
-            stages=settings.acceptance == "exact",
+            HydraDrafter(decoder, module, settings), decoder
         ),
         acceptance=lambda settings: settings.rule,
         training=Training(HydraConfig, HydraHeads, HydraObjective, start=start_from_least_squares),

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from multirate.errors import UserError
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class LayerSkipConfig(StagedConfig):
-    """Decoding settings; also see StagedConfig."""
+class LayerSkipConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "layerskip"
 
@@ -25,7 +25,6 @@ class LayerSkipConfig(StagedConfig):
     """
     adaptive: bool = False
     """Instead of `confidence`, drafting stops where another token is not worth its measured time.
-    Turns two-stage verification off.
     """
 
     def check(self) -> None:

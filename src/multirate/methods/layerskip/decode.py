@@ -21,7 +21,6 @@ from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.kv_cache import KVCache
-from multirate.model.native.decoder import narrow_weights
 from multirate.model.rows import Rows
 
 
@@ -31,9 +30,7 @@ class LayerSkipDrafter(Drafter):
     """
 
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
-        self._own = decoder
-        self._narrow: Decoder | None = None
-        self.config = config
+        self._decoder, self.config = decoder, config
         self.start = config.exit_of(decoder.info.num_layers)
         self.max_nodes = config.tokens
         self.controller: DraftLengthController | None = None
@@ -45,16 +42,6 @@ class LayerSkipDrafter(Drafter):
         self._thresholds = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
         self._confidences: dict[int, list[float]] = {}
-
-    @property
-    def _decoder(self) -> Decoder:
-        """Whose layers draft: those that the draft is then verified with."""
-        if not self.ahead:
-            return self._own
-        if self._narrow is None:
-            assert narrow_weights(self._own)
-            self._narrow = self._own.in_8_bits()
-        return self._narrow
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the cache that shallow K/V are written to."""

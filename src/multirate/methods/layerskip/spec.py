@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from multirate.methods.common.staged_drafter import in_stages
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.methods.layerskip.decode import LayerSkipDrafter
 from multirate.methods.spec import MethodSpec, register
@@ -14,8 +13,6 @@ SPEC = register(
         summary="drafts with the first layers and the shared head, and verifies with the others",
         settings=LayerSkipConfig,
         tunable={"tokens": (3, 6, 9), "confidence": (0.4, 0.6, 0.8)},
-        drafter=lambda decoder, module, settings: in_stages(
-            LayerSkipDrafter(decoder, settings), decoder, settings, not settings.adaptive
-        ),
+        drafter=lambda decoder, module, settings: LayerSkipDrafter(decoder, settings),
     )
 )

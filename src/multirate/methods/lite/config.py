@@ -7,9 +7,8 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from multirate.methods.common.config import ExitWeights
+from multirate.methods.common.config import ExitWeights, MethodConfig
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 PAPER_THRESHOLDS = (0.95, 0.95, 0.9, 0.9, 0.8, 0.7)
@@ -53,8 +52,8 @@ class LiteConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class LiteDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class LiteDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "lite"
 

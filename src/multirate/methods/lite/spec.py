@@ -6,7 +6,6 @@ from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.methods.common.linear_exits import start_from_least_squares
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
 from multirate.methods.lite.exits import policy_of
 from multirate.methods.lite.modules import LiteExits
@@ -27,17 +26,13 @@ SPEC = register(
             "enough (lossy)"
         ),
         settings=LiteDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                policy_of(decoder, module, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            policy_of(decoder, module, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda exits: exits.exits,
-                settings=_settings,
-                path=PROBABILITIES,
-            )
+        dynamic=DynamicMode(
+            gates=lambda exits: exits.exits,
+            settings=_settings,
+            path=PROBABILITIES,
         ),
         training=Training(LiteConfig, LiteExits, LiteObjective, start=start_from_least_squares),
         role="depth",

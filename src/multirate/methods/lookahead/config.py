@@ -6,14 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.staged_config import StagedConfig
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class LookaheadConfig(StagedConfig):
-    """A pass has (ngram − 1) · (window + guesses) more rows than a plain one. Also see
-    StagedConfig.
-    """
+class LookaheadConfig(MethodConfig):
+    """A pass has (ngram − 1) · (window + guesses) more rows than a plain one."""
 
     METHOD: ClassVar[str] = "lookahead"
 

@@ -60,9 +60,6 @@ class LookaheadDrafter(Drafter):
         assert verified.top is not None
         self._sequences[seq].learn([best[0] for best in verified.top])
 
-    def settle(self, seq: int, verified: Verified) -> None:
-        """Window and pool are guesses, whoever made them."""
-
 
 class _Sequence:
     """Window and pool of one sequence."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from multirate.methods.common.staged_drafter import in_stages
 from multirate.methods.lookahead.config import LookaheadConfig
 from multirate.methods.lookahead.decode import LookaheadDrafter
 from multirate.methods.spec import MethodSpec, register
@@ -14,8 +13,6 @@ SPEC = register(
         summary="drafts n-grams that the model generates in parallel with the text",
         settings=LookaheadConfig,
         tunable={"ngram": (3, 4), "window": (2, 4, 6), "guesses": (1, 2, 4)},
-        drafter=lambda decoder, module, settings: in_stages(
-            LookaheadDrafter(decoder, settings), decoder, settings
-        ),
+        drafter=lambda decoder, module, settings: LookaheadDrafter(decoder, settings),
     )
 )

@@ -11,7 +11,6 @@ from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.tracing import M2R2Tracer
 from multirate.methods.m2r2.train import (
     M2R2Objective,
@@ -20,8 +19,6 @@ from multirate.methods.m2r2.train import (
     start_taps,
 )
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
-from multirate.model.decoder import Decoder
-from multirate.model.native.decoder import narrow_weights
 
 
 def _training(preset: str) -> Training:
@@ -40,46 +37,10 @@ def _exit_settings(stream: AcceleratedStream, threshold: float | None) -> dict[s
     return {"exit_thresholds": [threshold] * len(stream.config.gates)}
 
 
-def _margin_settings(stream: AcceleratedStream, point: float | None) -> dict[str, Any]:
-    """Settings for a margin of 0 or more. Below 0: margin 0, prompts read by the quantised copy,
-    and tokens leave at the threshold 1 + point.
-    """
-    if point is None or point >= 0:
-        return {"margin": point}
-    narrow = {"margin": 0.0, "prompt_weights": "narrow"}
-    return {**narrow, **_exit_settings(stream, 1 + point)}
-
-
-def _margin_told(point: float) -> str:
-    if point >= 0:
-        return f"margin {point:g}"
-    return f"margin 0, quantised prompts, threshold {1 + point:.4f}"
-
-
-def _has_margin(decoder: Decoder, stream: AcceleratedStream) -> bool:
-    return (
-        len(stream.config.gates) == 1
-        and narrow_weights(decoder)
-        and NativeStreamRunner.supports(decoder, stream)
-    )
-
-
-MARGINS = (1.0, 0.7, 0.5, 0.4, 0.3, 0.25, 0.2, 0.15, 0.1, 0.05, 0.0)
-MARGIN = DynamicMode(
-    gates=lambda stream: stream.config.gates,
-    settings=_margin_settings,
-    path=(*MARGINS, *(round(probability - 1, 4) for probability in PROBABILITIES)),
-    label="margin",
-    usable=_has_margin,
-    alone=True,
-    preferred=True,
-    told=_margin_told,
-)
 DYNAMIC = DynamicMode(
     gates=lambda stream: stream.config.gates,
     settings=_exit_settings,
     path=PROBABILITIES,
-    others=(MARGIN,),
 )
 PAPER = register(
     MethodSpec(

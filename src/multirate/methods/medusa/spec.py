@@ -15,9 +15,7 @@ SPEC = register(
         summary="drafts with trained heads on the last layer, one for each token ahead",
         settings=MedusaDecodeConfig,
         drafter=lambda decoder, module, settings: settings.joined(
-            MedusaDrafter(decoder, module, settings),
-            decoder,
-            stages=settings.acceptance == "exact",
+            MedusaDrafter(decoder, module, settings), decoder
         ),
         acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),

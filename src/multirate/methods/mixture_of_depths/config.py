@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -51,8 +50,8 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MixtureOfDepthsDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class MixtureOfDepthsDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "mixture_of_depths"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.mixture_of_depths.config import (
     MixtureOfDepthsConfig,
     MixtureOfDepthsDecodeConfig,
@@ -18,13 +17,11 @@ SPEC = register(
         title="Mixture-of-Depths (arXiv 2404.02258; routers added to a frozen base)",
         summary="skips each block for the tokens that its router leaves out (lossy)",
         settings=MixtureOfDepthsDecodeConfig,
-        step=with_model_weights(MixtureOfDepthsStep),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda routers: routers.config.blocks,
-                settings=lambda routers, threshold: {"threshold": threshold},
-                path=PROBABILITIES,
-            )
+        step=MixtureOfDepthsStep,
+        dynamic=DynamicMode(
+            gates=lambda routers: routers.config.blocks,
+            settings=lambda routers, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
         ),
         training=Training(
             MixtureOfDepthsConfig, Routers, RouterObjective, start=start_from_updates

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.staged_config import StagedTextConfig
+from multirate.methods.common.config import MethodConfig
 
 MOST_TOKENS = 4096
 """Upper limit of `tokens`; each drafted token needs a row of the head's outputs in memory."""
 
 
 @dataclass(frozen=True)
-class PromptLookupConfig(StagedTextConfig):
-    """Decoding settings; also see StagedTextConfig."""
+class PromptLookupConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "prompt_lookup"
 
@@ -21,12 +21,6 @@ class PromptLookupConfig(StagedTextConfig):
     """Longest n-gram to look up; shorter ones are tried next."""
     tokens: int = 10
     """Length of a draft."""
-    staged_ahead: int = 11
-    """As in StagedConfig. By default every token of a pass is pre-verified: drafts have the same
-    length however short the match, so unverified ones would be expensive.
-    """
-    direct_match: int = 3
-    """As in StagedTextConfig."""
 
     def check(self) -> None:
         super().check()

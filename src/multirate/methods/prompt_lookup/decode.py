@@ -16,9 +16,4 @@ class PromptLookupDrafter(TextDrafter):
     """
 
     def __init__(self, decoder: Decoder, config: PromptLookupConfig) -> None:
-        super().__init__(
-            decoder,
-            Lookup(config.max_ngram),
-            config.tokens,
-            staged=config,
-        )
+        super().__init__(decoder, Lookup(config.max_ngram), config.tokens)

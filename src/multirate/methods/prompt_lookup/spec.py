@@ -12,7 +12,7 @@ SPEC = register(
         title="prompt lookup (no training)",
         summary="drafts what followed the last few tokens earlier in the text",
         settings=PromptLookupConfig,
-        tunable={"tokens": (4, 7, 10, 16), "max_ngram": (2, 3, 5), "direct_match": (3, 0)},
+        tunable={"tokens": (4, 7, 10, 16), "max_ngram": (2, 3, 5)},
         drafter=lambda decoder, module, settings: PromptLookupDrafter(decoder, settings),
     )
 )

@@ -6,12 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.staged_config import StagedTextConfig
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class SAMConfig(StagedTextConfig):
-    """Decoding settings; also see StagedTextConfig."""
+class SAMConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "sam"
 
@@ -21,8 +21,6 @@ class SAMConfig(StagedTextConfig):
     """Minimum match length to draft from."""
     per_match: float = 4.0
     """Tokens drafted per matched token."""
-    per_match_ahead: float = 1.0
-    """The same for drafts that the quantised copy verifies, where a row costs more. [ours]"""
     texts: str | None = None
     """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
     that the package has for it. Null: none.
@@ -31,18 +29,17 @@ class SAMConfig(StagedTextConfig):
     def check(self) -> None:
         super().check()
         self.require_count("tokens", "least")
-        for name in ("per_match", "per_match_ahead"):
-            self.require(getattr(self, name) > 0, name, "a number above 0")
+        self.require(self.per_match > 0, "per_match", "a number above 0")
 
-    def length(self, matched: int, in_stages: bool = False) -> int:
+    def length(self, matched: int) -> int:
         """How many tokens to draft after a match of `matched` tokens."""
         if matched < self.least:
             return 0
-        each = self.per_match_ahead if in_stages else self.per_match
-        return min(self.tokens, max(1, int(each * matched)))
+        return min(self.tokens, max(1, int(self.per_match * matched)))
 
     @property
     def longest(self) -> int:
-        """The longest match whose length makes a difference."""
-        least = min(self.per_match, self.per_match_ahead)
-        return max(self.least, math.ceil(self.tokens / least))
+        """The longest match to tell apart from shorter ones, by how much is drafted and how much of
+        it was accepted.
+        """
+        return max(self.least, self.tokens, math.ceil(self.tokens / self.per_match))

@@ -19,4 +19,4 @@ class SAMDrafter(TextDrafter):
         lookup = Lookup.of("sam", config.texts, decoder)
         if lookup.given is None:
             lookup = replace(lookup, longest=config.longest)  # no more need be told
-        super().__init__(decoder, lookup, config.tokens, config.length, staged=config)
+        super().__init__(decoder, lookup, config.tokens, config.length)

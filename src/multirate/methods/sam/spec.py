@@ -13,12 +13,7 @@ SPEC = register(
         title="SAM-Decoding (arXiv 2411.10666, no training)",
         summary="drafts what followed the longest suffix of the text that occurred before",
         settings=SAMConfig,
-        tunable={
-            "tokens": (7, 10, 16),
-            "per_match": (2.0, 4.0),
-            "per_match_ahead": (1.0, 2.0),
-            "direct_match": (4, 8, 0),
-        },
+        tunable={"tokens": (7, 10, 16), "per_match": (2.0, 4.0)},
         drafter=lambda decoder, module, settings: SAMDrafter(decoder, settings),
         yardstick=True,
         recommended=True,

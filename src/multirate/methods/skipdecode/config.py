@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from multirate.decoding.depth import LayerRange
-from multirate.methods.common.model_weights import DepthDecodeConfig
+from multirate.methods.common.config import MethodConfig
 
 
 @dataclass(frozen=True)
-class SkipDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class SkipDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "skipdecode"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.skipdecode.config import SkipDecodeConfig
 from multirate.methods.skipdecode.schedule import PositionSchedule
 from multirate.methods.spec import DynamicMode, MethodSpec, register
@@ -23,17 +22,13 @@ SPEC = register(
             "runs fewer layers the longer the text gets, the same for all rows of a batch (lossy)"
         ),
         settings=SkipDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                PositionSchedule(decoder.info.num_layers, settings), "none"
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            PositionSchedule(decoder.info.num_layers, settings), "none"
         ),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda module: (),
-                settings=_settings,
-                path=(0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
-            )
+        dynamic=DynamicMode(
+            gates=lambda module: (),
+            settings=_settings,
+            path=(0.97, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6, 0.55, 0.5),
         ),
         role="depth",
         lossless=False,

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import ExitWeights
+from multirate.methods.common.config import ExitWeights, MethodConfig
 from multirate.methods.common.exits import ExitsConfig
-from multirate.methods.common.model_weights import DepthDecodeConfig
 from multirate.methods.common.shape import BaseShape
 
 
@@ -43,8 +42,8 @@ class SpecEEConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class SpecEEDecodeConfig(DepthDecodeConfig):
-    """Decoding settings; also see DepthDecodeConfig."""
+class SpecEEDecodeConfig(MethodConfig):
+    """Decoding settings."""
 
     METHOD: ClassVar[str] = "specee"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.methods.common.model_weights import with_model_weights, with_narrow_dials
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
 from multirate.methods.specee.exits import SpecEEExits
@@ -19,17 +18,13 @@ SPEC = register(
             "the pass (lossy)"
         ),
         settings=SpecEEDecodeConfig,
-        step=with_model_weights(
-            lambda decoder, module, settings: DynamicDepthStep(
-                SpecEEExits(decoder, module, settings), settings.kv
-            )
+        step=lambda decoder, module, settings: DynamicDepthStep(
+            SpecEEExits(decoder, module, settings), settings.kv
         ),
-        dynamic=with_narrow_dials(
-            DynamicMode(
-                gates=lambda module: module.exits,
-                settings=lambda module, threshold: {"threshold": threshold},
-                path=PROBABILITIES,
-            )
+        dynamic=DynamicMode(
+            gates=lambda module: module.exits,
+            settings=lambda module, threshold: {"threshold": threshold},
+            path=PROBABILITIES,
         ),
         training=Training(SpecEEConfig, SpecEE, SpecEEObjective, start=start_from_least_squares),
         role="depth",

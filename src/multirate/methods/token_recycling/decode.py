@@ -93,9 +93,6 @@ class TokenRecyclingDrafter(Drafter):
         self._successors.update(zip(tokens, top, strict=True))
         self._successors.update((tokens[row], top[row]) for row in verified.path)
 
-    def settle(self, seq: int, verified: Verified) -> None:
-        """What the narrow copy held likely is as good as what the model does."""
-
     def _grow(self, last_token: int, worth: np.ndarray) -> Draft:
         """The likeliest nodes, as long as the next one is worth its row: the chance of each is the
         product of its path's ranks' rates.

@@ -94,13 +94,6 @@ class TwoModelDrafter(Drafter):
         accepted = len(verified.path) - 1
         self._cache.commit(seq, min(accepted, self._written.pop(seq, 0)))
 
-    def settle(self, seq: int, verified: Verified) -> None:
-        """Of what the draft model has read the tokens that were kept are the sequence's."""
-        assert self._cache is not None and self._base_cache is not None
-        self._written.pop(seq, None)
-        kept = self._base_cache.lengths[seq]
-        self._cache.truncate(seq, min(self._cache.lengths[seq], kept))
-
     def _unread(self, seq: int) -> list[int]:
         """The tokens of the text whose K/V are not in the cache; at least the last one."""
         assert self._cache is not None and self._sampler is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,14 +48,9 @@ from multirate.model.native.families import (
     head_dim,
     residual_scale,
 )
-from multirate.model.native.narrow_weights import NarrowWeights, least_bits
 from multirate.model.native.packing import (
-    FINER_ROWS,
-    W4A8,
     W8_BLOCK,
-    W8A8,
     Owner,
-    byte_products,
     interleave_gate_up,
     packed_bytes,
     screened,
@@ -76,18 +71,6 @@ that is not known makes more.
 
 class OtherLogits(UserError):
     """What the kernel computes is not what the model does."""
-
-
-def narrow_weights(decoder: object) -> TypeGuard[NativeDecoder]:
-    """Whether `decoder` can have NarrowWeights on this processor."""
-    return (
-        isinstance(decoder, NativeDecoder)
-        and decoder.supports_fused
-        and byte_products()
-        and decoder.info.hidden_size % 32 == 0
-        and decoder.shape.intermediate % 32 == 0
-        and decoder.heads * decoder.head_dim % 32 == 0
-    )
 
 
 class NativeDecoder(Decoder):
@@ -213,8 +196,6 @@ class NativeDecoder(Decoder):
         self._logits = abi.floats_for(0)
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
-        self._narrow: NarrowWeights | None = None
-        self._least_bits = least_bits()
         self._adapted: list[tuple[int, LayerAdapter]] = []
         if self.probes:
             self._probe(model)
@@ -500,59 +481,6 @@ class NativeDecoder(Decoder):
         )
         return x, _finite(tokens)
 
-    def narrow(self) -> NarrowWeights | None:
-        """The model's weights in 8 bits, or in 4 where they are such numbers, packed on first use
-        (half as much memory again, or less); None where the processor does not multiply bytes, or a
-        layer does not tile.
-        """
-        if self._narrow is None and narrow_weights(self):
-            owner = Owner(W8A8, half_bytes=self._least_bits == 4)
-            layers = [self.pack(i, owner) for i in range(len(self._layers))]
-            for layer in layers:  # what later rows read: queries, keys and values of finer rows
-                layer.qkv.format = FINER_ROWS[layer.qkv.format]
-            # the screen is the head in 8 bits, where there is one
-            head = (
-                abi.ffi.addressof(self.screen, "linear")
-                if self.screen
-                else owner.linear(self.head_weight, self.head_bias)
-            )
-            told, exact = head, None
-            if self.head_bias is None and self.head_weight.is_contiguous():
-                told = replace(owner, layout=W4A8).linear(self.head_weight)
-                exact = abi.tensor(self.head_weight)
-            self._narrow = NarrowWeights(abi.array("Layer", layers), head, told, exact, owner)
-        return self._narrow
-
-    @property
-    def has_narrow(self) -> bool:
-        """Whether `narrow` has made them."""
-        return self._narrow is not None
-
-    def in_8_bits(self) -> NativeDecoder:
-        """A decoder of this one's model and caches whose passes read the narrow weights, the head's
-        among them; where there are none, its own. Not to be used while this one runs.
-        """
-        weights, twin = self.narrow(), copy.copy(self)
-        twin._verification = twin._spare = None
-        if weights is not None:
-            twin.packed_layers, twin.head = weights.layers, weights.head
-            twin.screen = abi.NULL
-        return twin
-
-    def narrow_verification(self) -> DraftVerification:
-        """As `verify_draft`, with the quantised weights; the result may differ from the model's."""
-        weights = self.narrow()
-        assert weights is not None
-        return DraftVerification(
-            self._work,
-            self.stream(),
-            self.info.num_layers,
-            self.head,
-            abi.NULL,
-            self.norm_address,
-            weights,
-        )
-
     def stream(self, **fields: Any) -> abi.CData:
         """A Stream over this model's layers and embedding; fields: those of what drafts."""
         return abi.new(
@@ -661,7 +589,7 @@ class NativeDecoder(Decoder):
         first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
         logits of row i, that of the outputs' tokens, int64 [vocab] at token_map (None: the first
         ones). norm: of the norm before the head (None: the model's). normed:
-        x has passed its norm already. exact: what ``head`` is a narrow copy of, bf16
+        x has passed its norm already. exact: what ``head`` is a quantised copy of, bf16
         [vocab, d], which has the last word on the likeliest; None: nothing has.
         """
         added = None if noise is None else abi.noise_of(noise)

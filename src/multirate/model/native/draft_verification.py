@@ -14,7 +14,6 @@ from multirate.errors import UserError
 from multirate.model.decoder import VerifiedDraft
 from multirate.model.native import abi, library
 from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.narrow_weights import NarrowWeights
 from multirate.model.noise import NOT_FINITE, Noise
 
 MAX_NODES = abi.constant("MAX_NODES")
@@ -26,7 +25,7 @@ class DraftVerification:
 
     stream: what the kernel embeds with, and the layers it runs; `layers`, `head`, `screen` (or
     NULL) and `norm`: how many, and what reads the last one's output. They are their maker's to keep
-    alive. narrow: weights that verify instead of the stream's and `head`; None: these do.
+    alive.
     """
 
     def __init__(
@@ -37,7 +36,6 @@ class DraftVerification:
         head: abi.CData,
         screen: abi.CData,
         norm: abi.CData,
-        narrow: NarrowWeights | None = None,
     ) -> None:
         self._library, self._workspace, self._stream = library.kernel(), workspace, stream
         self._ids = np.zeros(MAX_NODES + 1, np.int64)
@@ -57,10 +55,6 @@ class DraftVerification:
             scratch=abi.tensor(self._logits),
             layers=layers,
         )
-        self._narrow: tuple[NarrowWeights, abi.CData] | None = None
-        if narrow is not None:
-            self._narrow = narrow, narrow.verifying()
-            self._step.narrow = self._narrow[1]
 
     def run(
         self,
@@ -87,9 +81,6 @@ class DraftVerification:
         # held until the call is over: the kernel reads it by address
         packed = None if noise is None else abi.noise_of([noise])
         step.noise = packed or abi.NULL
-        if self._narrow is not None:
-            weights, told = self._narrow
-            weights.read_by(told, drawn=noise is not None)
         best = np.empty((nodes + 1, top), np.int64)
         emitted = self._library.mr_verify_draft(
             self._workspace, step, length, nodes, start, top, abi.longs(best), self._path_at

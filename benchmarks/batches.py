@@ -43,8 +43,6 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row per method. Groups of `batch` prompts, answered by every method before the next."""
     stop = engine.stopping(new)
-    for name in methods:
-        engine.prepare(name)
     totals = {name: Total() for name in methods}
     groups = [prompts[i : i + batch] for i in range(0, len(prompts), batch)]
     for number, group in enumerate([groups[0], *groups]):

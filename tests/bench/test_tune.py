@@ -74,21 +74,11 @@ def test_the_defaults_stay_where_nothing_is_faster() -> None:
 
 def test_every_candidate_is_a_setting_of_its_method() -> None:
     for known in all_specs().values():
-        for chosen in candidates(known, stages=True) if known.tunable else ():
+        for chosen in candidates(known) if known.tunable else ():
             known.read_settings(chosen)
     assert candidates(find("prompt_lookup"))[0] == {}
     with pytest.raises(UserError, match="autoregressive"):
         candidates(find("autoregressive"))
-
-
-@pytest.mark.parametrize("name", ["m2r2-carry", "eagle", "kangaroo", "sam", "medusa", "lookahead"])
-def test_steps_without_stages_are_tried_where_there_are_stages(name: str) -> None:
-    """Each other choice with them and without; the defaults first."""
-    usual, both = candidates(find(name)), candidates(find(name), stages=True)
-    assert both[0] == {} and {"staged": 0} in both and not any("staged" in one for one in usual)
-    assert len(both) == 2 * len(usual)
-    for one in usual:
-        assert one in both and {**one, "staged": 0} in both
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from multirate.errors import UserError
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import find, find_training
 from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native.decoder import narrow_weights
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.fingerprint import fingerprint
 
@@ -217,41 +216,6 @@ def test_a_threshold_whose_answers_loop_is_not_promised(
     assert promised(dict.fromkeys(path, 3)) == free
 
 
-def test_the_margin_is_turned_where_the_machine_has_one(tmp_path: Path) -> None:
-    low = tiny_model.model().to(torch.bfloat16)
-    engine = multirate.attach(low, accelerator(low, tmp_path / "acc"))
-    given = engine.accelerators["m2r2-carry"]
-    mode = find("m2r2-carry").dynamic
-    assert mode is not None
-    with pytest.raises(UserError, match="dial 'volume' cannot be used here; accepted: score"):
-        mode.dial(engine.decoder, given.module, "volume")
-    if not narrow_weights(engine.decoder):
-        assert mode.dial(engine.decoder, given.module).label == "score"
-        pytest.skip("this processor multiplies no bytes")
-    margin = mode.dial(engine.decoder, given.module)
-    assert margin.label == "margin" and margin.alone
-    assert (
-        margin.told(0.3) == "margin 0.3"
-        and margin.told(-0.05) == "margin 0, quantised prompts, threshold 0.9500"
-    )
-    assert list(margin.path) == sorted(margin.path, reverse=True)
-    made = calibrate(
-        engine.decoder, given, PROMPTS, fingerprint(low), quality=0.7, stop=STOP, tries=4
-    )
-    assert made.settings["margin"] in [max(point, 0.0) for point, _ in made.tried]
-    # measured on one sequence after another, which alone a margin decides
-    method = find("m2r2-carry")
-    for point, loss in made.tried[:1]:
-        step = method.make_step(engine.decoder, given, margin.settings(given.module, point))
-        assert step is not None
-        anew = [one.loss for one in answers(engine.decoder, step, PROMPTS, STOP, batch=1)]
-        assert loss == pytest.approx(sum(anew) / len(anew))
-    scores = calibrate(
-        engine.decoder, given, PROMPTS, fingerprint(low), quality=0.7, stop=STOP, dial="score"
-    )
-    assert scores.settings["margin"] is None
-
-
 def test_fewer_thresholds_are_spread_over_the_path(model: Any, tmp_path: Path) -> None:
     mode = find("m2r2-carry").dynamic
     assert mode is not None
@@ -292,9 +256,7 @@ def test_where_no_threshold_is_safe_no_token_leaves(
 def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -> None:
     engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
     given = engine.accelerators["m2r2-carry"]
-    made = calibrate(
-        engine.decoder, given, PROMPTS, "base", 0.7, stop=STOP, dial="score", points=(1.0, 0.9)
-    )
+    made = calibrate(engine.decoder, given, PROMPTS, "base", 0.7, stop=STOP, points=(1.0, 0.9))
     assert [point for point, _ in made.tried] == [1.0, 0.9][: len(made.tried)]
     for points in ((), (0.5, 0.5), (0.1, 0.2), (float("nan"),)):
         with pytest.raises(UserError, match=r"points are .*decreasing numbers"):

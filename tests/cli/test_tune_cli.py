@@ -26,7 +26,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_was_tuned_is_used_and_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the defaults lose whatever the clock says
     monkeypatch.setattr(bench_tune, "_WORTH", 0.0)
-    monkeypatch.setattr(bench_tune, "candidates", lambda known, stages=False: [{}, {"tokens": 4}])
+    monkeypatch.setattr(bench_tune, "candidates", lambda known: [{}, {"tokens": 4}])
     speed = bench_tune.Tried.speed
     monkeypatch.setattr(
         bench_tune.Tried, "speed", property(lambda one: 9e9 if one.settings else speed.fget(one))

@@ -22,7 +22,7 @@ from multirate.decoding.text_source import TextSource
 from multirate.errors import UserError
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import Following, FusedSteps, Growth
+from multirate.methods.common.fused_steps import FusedSteps, Growth
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows
@@ -315,12 +315,12 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("by_match", [[-1] * 4, [-1, 0, 2, 5], [0, 1, 1, 6]])
-def test_several_steps_in_a_call_emit_what_plain_decoding_does(
+@pytest.mark.parametrize("by_match", [[-1] * 4, [-1, 0, 2, 5], [-1, 1, 1, 6]])
+def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
     by_match: list[int], temperature: float
 ) -> None:
-    """Of any length, with the stream's drafts and the text's; of the first one's draft all is told
-    as of a step by itself.
+    """by_match: for each length of the text's match how many tokens of it are the draft; -1: the
+    stream drafts.
     """
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 4
     settings = SamplingSettings(temperature, seed=9)
@@ -330,37 +330,29 @@ def test_several_steps_in_a_call_emit_what_plain_decoding_does(
         expected = plain(decoder, prompt, 60)
     stream = first_layers(decoder)
     ngram = abi.new("NgramLimits", longest=3)
-    rates = ContinuationRates(3)
-    rng = np.random.default_rng(4)
-    for end in (None, expected[25]):
-        sampler = Sampler(settings, [[*prompt, expected[0]]])
-        cache, _ = start(decoder, prompt)
-        limits = abi.new("DraftLimits", nodes=9, width=2, top=3, sharpness=1.0, ngram=ngram)
-        steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
-        steps.begin(cache, None, sampler)
-        steps.enter(0, [expected[0]], text=sampler.tokens[0])
-        steps.learn_from(rates)
-        table, several = np.array(by_match, np.int32), 0
-        while len(sampler.tokens[0]) < len(prompt) + 50 and end not in sampler.tokens[0][16:]:
-            tokens = int(rng.integers(1, 14))
-            following = Following(table, tokens, 40, 4, 9, ends=() if end is None else (end,))
-            done = steps.run_on(Growth(4, deepest=9), following)
-            emitted = [token for step in done for token in step.tokens]
-            cache.commit(0, len(emitted))
-            sampler.tokens[0] += emitted
-            nodes, parents = steps.draft()
-            assert len(nodes) == len(parents) == done[0].drafted
-            origin, drafted, continued = steps.origin()
-            assert drafted + continued <= len(done[0].tokens) - 1
-            assert origin.drafted + origin.continued <= done[0].drafted
-            before = [step for step in done[:-1] for token in step.tokens if token == end]
-            assert not before, "steps went on behind the end"
-            if end not in emitted:
-                assert len(emitted) >= tokens
-            several += len(done) > 1
-        got = sampler.tokens[0][len(prompt) :]
-        assert got == expected[: len(got)]
-        assert several > (0 if end is None else -1)
+    sampler = Sampler(settings, [[*prompt, expected[0]]])
+    cache, _ = start(decoder, prompt)
+    limits = abi.new("DraftLimits", nodes=9, width=2, top=3, sharpness=1.0, ngram=ngram)
+    steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+    steps.begin(cache, None, sampler)
+    steps.enter(0, [expected[0]], text=sampler.tokens[0])
+    steps.learn_from(ContinuationRates(3))
+    accepted = 0
+    while len(sampler.tokens[0]) < len(prompt) + 50:
+        copied = by_match[steps.look_up(1)[1]]
+        growth = Growth(4, deepest=9) if copied < 0 else Growth(0, deepest=copied, stream=False)
+        done = steps.run(growth)
+        cache.commit(0, len(done.tokens))
+        sampler.tokens[0] += done.tokens
+        nodes, parents = steps.draft()
+        assert len(nodes) == len(parents) == done.drafted
+        origin, drafted, continued = steps.origin()
+        assert drafted + continued <= len(done.tokens) - 1
+        assert origin.drafted + origin.continued <= done.drafted
+        accepted += len(done.tokens) - 1
+    got = sampler.tokens[0][len(prompt) :]
+    assert got == expected[: len(got)]
+    assert accepted > 0
 
 
 def random_draft(rng: np.random.Generator, nodes: int, text: list[int]) -> Draft:

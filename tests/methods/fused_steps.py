@@ -80,7 +80,7 @@ def _assert_the_same(
                 return None
             done = in_one(*args)
             assert done is not None, "this would compare parts with parts"
-            drafted.extend((step.drafted, step.levels) for (step,) in done)
+            drafted.extend((step.drafted, step.levels) for step in done)
             return done
 
         def parts(*args: Any, in_parts: Any = in_parts, drafted: list[Any] = drafted) -> Any:

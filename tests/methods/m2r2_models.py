@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from native_kernel import skip_without_kernel
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, OlmoeConfig
 
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.native import NativeDecoder
-from multirate.model.native.decoder import narrow_weights
 
 LLAMA = LlamaConfig(
     vocab_size=61,
@@ -50,16 +46,6 @@ def model_of(config, dtype=torch.float32):
                     3.0
                 )  # spread logits: a random model's argmax must not be a coin toss
     return model.to(dtype)
-
-
-def narrow_decoder():
-    """LLAMA on the native kernel of a processor that can make a narrow copy of it; else skips."""
-    model = model_of(LLAMA, torch.bfloat16)
-    skip_without_kernel()
-    decoder = NativeDecoder(model)
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    return decoder
 
 
 def taps_of(preset, gate):

@@ -341,10 +341,10 @@ def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
         spent[0] += costs.step_seconds(longest, len(seqs)) - 1
         return made
 
-    def whole(*arguments: Any) -> list[list[FusedStep]] | None:
+    def whole(*arguments: Any) -> list[FusedStep] | None:
         done = fused(*arguments)
         if done is not None:
-            spent[0] += costs.step_seconds(max(one.drafted for (one,) in done), len(done)) - 1
+            spent[0] += costs.step_seconds(max(one.drafted for one in done), len(done)) - 1
         return done
 
     monkeypatch.setattr(drafter, "draft", drafting)

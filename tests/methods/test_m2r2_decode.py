@@ -445,7 +445,7 @@ def test_fused_batches_larger_than_a_pass(decoders, preset, sampling):
 
     def note(*given):
         done = fused(*given)
-        rows.append(sum(step.drafted + 1 for (step,) in done))
+        rows.append(sum(step.drafted + 1 for step in done))
         return done
 
     drafter.fused_steps = note

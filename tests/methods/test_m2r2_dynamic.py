@@ -6,14 +6,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from native_kernel import skip_without_kernel
 
-from multirate import errors
 from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.invariants import check_invariants
@@ -26,9 +24,9 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.errors import Notice, UserError
+from multirate.errors import UserError
 from multirate.hub import load_model, reference_accelerators
-from multirate.methods.common import fused_steps, stream_drafter
+from multirate.methods.common import stream_drafter
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
@@ -40,8 +38,6 @@ from multirate.methods.m2r2.train import M2R2Objective
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
-from multirate.model.native.decoder import narrow_weights
-from multirate.model.rows import Rows
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
@@ -428,304 +424,6 @@ def test_kv_are_exact_after_every_fused_step(
         )
         early += out.stats.exits.get(1, 0)
     assert early > 0
-
-
-def with_margin(
-    decoder: Decoder, margin: float, prompts: list[list[int]] = PROMPTS[:1], **more: Any
-) -> GenerationOutput:
-    """Greedy answers of the lossless preset's settings, verified with 8-bit weights first."""
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    return run(decoder, carry(), prompts, margin=margin, lookup=3, **more)
-
-
-def plain_text(decoder: Decoder, prompts: list[list[int]], **more: Any) -> list[list[int]]:
-    return generate(decoder, PlainStep(), prompts, stop=STOP, **more).sequences
-
-
-@pytest.mark.parametrize("taps", [(), (2, 3)])
-def test_where_no_margin_is_enough_the_text_is_the_bases(
-    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch, taps: tuple[int, ...]
-) -> None:
-    """Every row that is reached runs again, so K/V are those of a fresh prefill, too, though nobody
-    counts on it.
-    """
-    monkeypatch.setattr(Session, "note_narrow", lambda *_: None)
-    decoder = of(decoders, "native")
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    for prompt in PROMPTS:
-        out = run(
-            decoder,
-            carry(taps=taps),
-            [prompt],
-            check=lambda session, step: check_invariants(session, step, atol=1e-3),
-            margin=1e9,
-            lookup=3,
-        )
-        assert out.sequences == plain_text(decoder, [prompt])
-
-
-def test_a_narrow_copy_that_knows_nothing_is_never_believed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its logits are all the same, so that any margin above 0 asks the model itself."""
-    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    copy = decoder.narrow()
-    assert copy is not None
-    nothing = copy.owner.linear(torch.zeros_like(decoder.head_weight))
-    monkeypatch.setattr(decoder, "_narrow", replace(copy, told=nothing, exact=None))
-    expected = plain_text(decoder, PROMPTS[:1])
-    assert with_margin(decoder, 1e-6).sequences == expected
-    assert with_margin(decoder, 0.0).sequences != expected
-
-
-def test_a_narrow_copy_that_is_the_model_needs_no_margin(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    copy = decoder.narrow()
-    assert copy is not None
-    same = replace(copy, layers=decoder.packed_layers, told=decoder.head, exact=None)
-    monkeypatch.setattr(decoder, "_narrow", same)
-    assert with_margin(decoder, 0.0).sequences == plain_text(decoder, PROMPTS[:1])
-
-
-def test_only_rows_in_doubt_run_again(decoders: dict[str, Decoder]) -> None:
-    decoder = of(decoders, "native")
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    again = {}
-    for margin in (0.0, 0.3, 1e9):
-        settings = M2R2DecodeConfig(margin=margin, lookup=3)
-        drafter, counts, emitted = M2R2Drafter(decoder, carry(), settings), [], []
-        assert not drafter.lossless and drafter.refused is None
-        fused = drafter.fused_steps
-
-        def note(*given: Any) -> Any:
-            done = fused(*given)  # noqa: B023
-            counts.extend(step.doubted for step in done[0])  # noqa: B023
-            emitted.extend(len(step.tokens) for step in done[0])  # noqa: B023
-            return done
-
-        drafter.fused_steps = note  # type: ignore[method-assign]
-        generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP)
-        assert all(count >= tokens for count, tokens in zip(counts, emitted, strict=True)) or (
-            margin < 1e9
-        )
-        again[margin] = sum(counts)
-    assert 0 == again[0.0] < again[0.3] < again[1e9]
-
-
-@pytest.mark.parametrize("lookup", [0, 3, "sam"])
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"margin": 0.3},
-        {"margin": 0.0, "exit_thresholds": [0.03], "exit_score": "confidence", "trusted": 1},
-    ],
-)
-@pytest.mark.parametrize("own_layer", [True, False])
-def test_several_steps_in_a_call_are_steps_one_by_one(
-    decoders: dict[str, Decoder],
-    monkeypatch: pytest.MonkeyPatch,
-    lookup: Any,
-    more: dict[str, Any],
-    own_layer: bool,
-) -> None:
-    """Tokens, K/V to the bit and all counts, where drafts go by fixed thresholds."""
-    decoder, calls, seen = of(decoders, "native"), [0], []
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    config = M2R2DecodeConfig(
-        lookup=lookup, draft_threshold=0.02, verify_threshold=0.01, depth=2, nodes=2, **more
-    )
-    stop = StopSettings(max_new_tokens=60)
-    stream = carry() if own_layer else stream_of(LLAMA, "m2r2", rank=8, gates=(1,))
-    for most in (1, 8):
-        monkeypatch.setattr(stream_drafter, "_MOST_AT_ONCE", most)
-        monkeypatch.setattr(stream_drafter, "_LEARNED_FROM", 1)
-        drafter, calls[0], stored = M2R2Drafter(decoder, stream, config), 0, []
-        fused = drafter.fused_steps
-
-        def note(*given: Any, fused: Any = fused) -> Any:
-            calls[0] += 1
-            return fused(*given)
-
-        def keep(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
-            length = session.cache.lengths[0]
-            stored[:] = [
-                part[:, :, :length].clone()
-                for layer in range(LAYERS)
-                for part in session.cache.standard(layer)
-            ]
-
-        drafter.fused_steps = note  # type: ignore[method-assign]
-        out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], stop=stop, after_step=keep)
-        stats = replace(out.stats, seconds=0.0, prefill_seconds=0.0, split=None)
-        seen.append((out.sequences, stats, stored, calls[0]))
-    (text, stats, store, many), (its_text, its_stats, its_store, few) = seen
-    assert text == its_text
-    assert stats == its_stats
-    assert all(torch.equal(a, b) for a, b in zip(store, its_store, strict=True))
-    assert few < many == stats.target_passes
-
-
-def test_steps_in_a_call_end_with_the_text(decoders: dict[str, Decoder]) -> None:
-    decoder = of(decoders, "native")
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    whole = with_margin(decoder, 0.0).sequences[0]
-    for place in range(1, len(whole)):
-        last = whole[place]
-        end = whole.index(last) + 1
-        stop = replace(STOP, eos_token_ids=(last,))
-        out = run(decoder, carry(), PROMPTS[:1], margin=0.0, lookup=3, stop=stop)
-        assert (out.sequences, out.finish_reasons) == ([whole[:end]], ["eos"])
-        assert out.stats.tokens == end
-        assert out.stats.sequence_steps == out.stats.target_passes < max(end, 2)
-
-
-def test_what_a_doubt_asks_the_model_makes_older_keys_and_values_exact(
-    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows that the narrow copy alone has run go with the next ones in doubt: with room for all of
-    them, only those since the last doubt are not as a fresh prefill has them.
-    """
-    decoder = of(decoders, "native")
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    far: dict[int, int] = {}
-    for refresh in (0, 8):
-        monkeypatch.setattr(fused_steps, "REFRESH", refresh)
-        drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.3, lookup=3))
-        stored: list[torch.Tensor] = []
-
-        def keep(session: Session, step: Step, stored: list[torch.Tensor] = stored) -> None:
-            length = session.cache.lengths[0]
-            stored[:] = [session.cache.standard(LAYERS - 1)[0][0, :, :length].clone()]
-            tokens = session.sampler.tokens[0][:length]
-            cache, rows = decoder.new_cache(1, length), Rows.causal(0, 0, length)
-            decoder.layers(decoder.embed(torch.tensor(tokens), rows.pos), rows, 0, LAYERS, cache)
-            stored.append(cache.standard(LAYERS - 1)[0][0, :, :length].clone())
-
-        generate(decoder, SpeculativeStep(drafter), [PROMPTS[0]], stop=STOP, after_step=keep)
-        ours, fresh = stored
-        far[refresh] = int(((ours - fresh).abs().amax(dim=(0, 2)) > 1e-4).sum())
-    assert far[8] < far[0]
-
-
-def test_a_margin_decides_greedy_steps_of_one_sequence_only(decoders: dict[str, Decoder]) -> None:
-    """Batches, drawn tokens and penalties are the model's own, token for token."""
-    decoder = of(decoders, "native")
-    assert with_margin(decoder, 0.0, PROMPTS).sequences == plain_text(decoder, PROMPTS)
-    for sampling in (
-        SAMPLINGS["penalty"],
-        SAMPLINGS["sampled"],
-        SamplingSettings(temperature=0.8, seed=3),
-    ):
-        out = with_margin(decoder, 0.0, sampling=sampling)
-        assert out.sequences == plain_text(decoder, PROMPTS[:1], sampling=sampling)
-
-
-def test_a_text_with_a_margin_depends_on_no_text_before(decoders: dict[str, Decoder]) -> None:
-    decoder = of(decoders, "native")
-    first = with_margin(decoder, 0.05)
-    with_margin(decoder, 0.05, PROMPTS[1:2])
-    again = with_margin(decoder, 0.05)
-    assert first.sequences == again.sequences
-    assert first.stats.sequence_steps == again.stats.sequence_steps
-
-
-@pytest.mark.parametrize("prompt_weights", ["own", "narrow"])
-@pytest.mark.parametrize("threshold", [None, 0.1])
-def test_a_conversation_with_a_margin_goes_on_from_what_the_copy_left(
-    decoders: dict[str, Decoder], prompt_weights: str, threshold: float | None
-) -> None:
-    """What is exact is told apart; where the copy reads prompts, too, and nothing is in doubt, the
-    text is as if all had been read anew.
-    """
-    decoder = of(decoders, "native")
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    settings = M2R2DecodeConfig(
-        margin=0.0,
-        prompt_weights=prompt_weights,  # type: ignore[arg-type]
-        exit_thresholds=None if threshold is None else (threshold,),
-    )
-    step, kept, prompt, read = step_of(decoder, carry(), settings), PrefixCache(), PROMPTS[0] * 3, 0
-    for turn in range(3):
-        out = generate(
-            decoder, step, [prompt], stop=STOP, prefix_cache=kept, after_step=check_invariants
-        )
-        assert out.stats.resumed >= read - 1
-        if prompt_weights == "narrow":
-            fresh = generate(decoder, step_of(decoder, carry(), settings), [prompt], stop=STOP)
-            assert out.sequences == fresh.sequences
-            assert kept.exact == len(kept.tokens)
-        elif not turn:
-            assert kept.exact == len(prompt) < len(kept.tokens)
-        read = len(prompt)
-        if threshold is None:  # else the stream has not read all of the answer
-            read += len(out.sequences[0]) - 1
-        prompt = [*prompt, *out.sequences[0], 5, 6]
-    generate(decoder, step, [prompt], SAMPLINGS["sampled"], STOP, prefix_cache=kept)
-    if prompt_weights == "narrow":
-        assert kept.exact == len(prompt)  # the model's own weights have decoded the answer
-
-
-def test_prompts_that_the_narrow_copy_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made of them is another decoder's: where that is the model, the model's own."""
-    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
-    if not narrow_weights(decoder):
-        pytest.skip("this processor multiplies no bytes")
-    assert M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.0)).prompt_decoder is None
-    own = with_margin(decoder, 1e9)
-    stored: list[torch.Tensor] = []
-
-    def keep(session: Session, _: Step) -> None:
-        stored.append(session.cache.standard(LAYERS - 1)[0][0, :, : len(PROMPTS[0])].clone())
-
-    texts = []
-    copy = decoder.narrow()
-    assert copy is not None
-    same = replace(copy, layers=decoder.packed_layers, head=decoder.head)
-    for weights in (copy, same):
-        monkeypatch.setattr(decoder, "_narrow", weights)
-        texts.append(
-            run(
-                decoder,
-                carry(),
-                PROMPTS[:1],
-                check=keep,
-                margin=1e9,
-                lookup=3,
-                prompt_weights="narrow",
-            ).sequences
-        )
-    cache, rows = decoder.new_cache(1, 64), Rows.causal(0, 0, len(PROMPTS[0]))
-    x = decoder.embed(torch.tensor(PROMPTS[0]), rows.pos)
-    decoder.layers(x, rows, 0, LAYERS, cache)
-    exact = cache.standard(LAYERS - 1)[0][0, :, : len(PROMPTS[0])]
-    assert texts[1] == own.sequences
-    assert torch.equal(stored[-1], exact)
-    assert not torch.equal(stored[0], exact)
-    with pytest.raises(UserError, match=r"'prompt_weights' is 'narrow'; .* together with a margin"):
-        M2R2DecodeConfig(prompt_weights="narrow")
-
-
-def test_a_margin_without_products_of_bytes_is_said_and_lossless(
-    decoders: dict[str, Decoder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(errors, "_said", set(), raising=False)
-    decoder = decoders["hf"]
-    with pytest.warns(Notice, match="margin=0.5.*verifying all drafts with the full-precision"):
-        drafter = M2R2Drafter(decoder, carry(), M2R2DecodeConfig(margin=0.5))
-    assert drafter.lossless
-    with pytest.raises(UserError, match=r"'margin' is -1; accepted: 0 or above"):
-        M2R2DecodeConfig(margin=-1)
 
 
 def test_trusted_tokens_come_on_top_of_the_limits(decoders: dict[str, Decoder]) -> None:

@@ -189,9 +189,9 @@ def test_settings_refuse(tiny: Any) -> None:
     assert find("autoregressive").make_drafter(decoder) is None
     for name, config, message in [
         ("layerskip", {"exit_layer": 4}, r"exit_layer is 4; accepted for this model: 1\.\.3"),
-        ("layerskip", {"exit": 1}, "no setting 'exit'; accepted: staged, staged_ahead, exit_layer"),
+        ("layerskip", {"exit": 1}, "no setting 'exit'; accepted: exit_layer"),
         ("layerskip", {"confidence": 2}, "'confidence' is 2"),
-        ("layerskip", [1], "mapping of staged, staged_ahead, exit_layer"),
+        ("layerskip", [1], "mapping of exit_layer"),
         ("prompt_lookup", {"tokens": 0}, "'tokens' is 0"),
         ("sam", {"least": 0}, "'least' is 0"),
         ("lookahead", {"ngram": 1}, "'ngram' is 1"),

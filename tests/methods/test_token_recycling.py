@@ -177,8 +177,8 @@ def test_settings_refuse() -> None:
         ({"nodes": 0}, "'nodes' is 0; accepted: from 1 to 63"),
         (
             {"width": 4},
-            "no setting 'width'; accepted: staged, staged_ahead, direct_match, lookup, "
-            "lookup_least, lookup_least_ahead, lookup_tokens, texts, k, tree, nodes, prompt_tokens",
+            "no setting 'width'; accepted: lookup, lookup_least, lookup_tokens, texts, k, tree, "
+            "nodes, prompt_tokens",
         ),
     ):
         with pytest.raises(UserError, match=message):

@@ -148,7 +148,7 @@ def main() -> None:
         record(
             loaded,
             recommended(),
-            "M2R2 + text lookup + two-stage verification",
+            "M2R2 + text lookup",
             wanted.max_new_tokens,
         ),
     ]

@@ -1,5 +1,4 @@
-"""Time of a pass over so many rows of a prompt: with the model's own weights, and with its narrow
-copy.
+"""Time of a pass over so many rows of a prompt.
 
     python benchmarks/passes.py smollm2 --rows 1,8,60,160 [--threads 2] [--busy 4]
 
@@ -50,28 +49,22 @@ def main() -> None:
     sizes = [int(size) for size in args.rows.split(",")]
     decoder = load_decoder(load_model(args.model).model, "native")
     assert isinstance(decoder, NativeDecoder)
-    decoders = {"own": decoder}
-    if decoder.narrow() is not None:
-        decoders["narrow"] = decoder.in_8_bits()
     ids = torch.randint(decoder.info.vocab_size, (max(sizes),))
-    caches = {name: one.new_cache(1, max(sizes)) for name, one in decoders.items()}
-    times: dict[tuple[str, int], list[float]] = {}
+    cache = decoder.new_cache(1, max(sizes))
+    times: dict[int, list[float]] = {}
     with busy(args.busy):
         for number in range(args.rounds + 1):
             for size in sizes:
-                for name, one in decoders.items():
-                    rows = Rows.causal(0, 0, size)
-                    x = one.embed(ids[:size], rows.pos)
-                    begin = time.perf_counter()
-                    one.layers(x, rows, 0, one.info.num_layers, caches[name])
-                    if number:  # the first round warms up
-                        took = 1e3 * (time.perf_counter() - begin)
-                        times.setdefault((name, size), []).append(took)
+                rows = Rows.causal(0, 0, size)
+                x = decoder.embed(ids[:size], rows.pos)
+                begin = time.perf_counter()
+                decoder.layers(x, rows, 0, decoder.info.num_layers, cache)
+                if number:  # the first round warms up
+                    times.setdefault(size, []).append(1e3 * (time.perf_counter() - begin))
     name_of, of = ("mean", statistics.mean) if args.busy else ("least", min)
-    print(f"{'rows':>5}", *(f"{name:>10} {name_of:>8}" for name in decoders))
-    for size in sizes:
-        found = [times[name, size] for name in decoders]
-        print(f"{size:5d}", *(f"{statistics.median(one):10.2f} {of(one):8.2f}" for one in found))
+    print(f"{'rows':>5} {'median':>10} {name_of:>8}")
+    for size, taken in times.items():
+        print(f"{size:5d} {statistics.median(taken):10.2f} {of(taken):8.2f}")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,6 @@ def measure(
                 "quality": promise.quality,
                 "confidence": promise.confidence,
                 "threshold": promise.settings["exit_thresholds"],
-                "margin": promise.settings.get("margin"),
                 "draws": draws,
                 "size": size,
                 "kept": [round(share, 5) for share in kept],

@@ -13,8 +13,12 @@ RESULTS = ROOT / "lab" / "results"
 DOCS = "../../docs"
 """From the page."""
 PLAIN = "autoregressive"
-OWN = ":staged=0"
-"""Ends the name of a row whose drafts only the full-precision weights verify."""
+COPIES = "2026-11-26", "2026-11-28T20"
+"""When a quantised copy of the model verified drafts of single sequences first, unless a row's name
+ended in `:staged=0` (lab/notes/two-stage-verification.md).
+"""
+COPY_SETTINGS = {"margin", "model_weights", "prompt_weights"}
+"""Of rows that decoded with a quantised copy."""
 
 NAMES = {
     "generate": "transformers `generate`",
@@ -42,7 +46,6 @@ NAMES = {
     "m2r2": "M2R2 near the paper's form (`m2r2`)",
     "m2r2-carry": "M2R2 (`m2r2-carry`)",
     "m2r2-carry-equal": "M2R2, equal training",
-    "int8_weights": "quantised copy alone",
     "skipdecode": "SkipDecode",
     "calm": "CALM",
     "calm-classifier": "CALM, trained classifier",
@@ -77,12 +80,29 @@ PATHS = {"lab/models/smollm2-draft": "smollm2-draft", "lab/texts/smollm2.safeten
 
 def load(name: str) -> dict[str, Any]:
     """A committed result, by its file's name without the ending. Rows name files by their paths in
-    the repository; older ones by the short names that files had in the package.
+    the repository; older ones by the short names that files had in the package. Rows that a
+    quantised copy of the model helped are left out.
     """
     text = (RESULTS / f"{name}.json").read_text()
     for path, short in PATHS.items():
         text = text.replace(f"={path}", f"={short}")
-    return json.loads(text)
+    data = json.loads(text)
+    if any("method" in row for row in data.get("rows", ())):
+        data["rows"] = [row for row in data["rows"] if not _by_a_copy(data, row)]
+        for row in data["rows"]:
+            row["method"] = row["method"].removesuffix(":staged=0")
+    return data
+
+
+def _by_a_copy(data: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether a quantised copy of the model decoded a row, or verified its drafts first."""
+    name, settings = split(row["method"])
+    if name == "int8_weights" or settings.keys() & COPY_SETTINGS:
+        return True
+    drafts = row.get("lossless", True) and name != PLAIN and name.partition(" ")[0] not in OTHERS
+    single = row.get("batch", data.get("batch")) == 1
+    verified = COPIES[0] <= str(data["date"]) < COPIES[1] and "staged" not in settings
+    return drafts and single and verified
 
 
 def processor(data: dict[str, Any]) -> str:

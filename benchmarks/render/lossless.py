@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from render.common import (
     NAMES,
     OTHERS,
-    OWN,
     PLAIN,
     Section,
     all_same,
@@ -20,7 +18,6 @@ from render.common import (
     same_text,
     setting,
     sources,
-    speed_of,
     split,
     stored_command,
     table,
@@ -28,15 +25,14 @@ from render.common import (
 )
 
 
-def variants(run: dict[str, Any]) -> dict[str, dict[tuple[bool, bool], dict[str, Any]]]:
-    """The drafting rows of each method, by whether they use lookup and two-stage verification."""
-    found: dict[str, dict[tuple[bool, bool], dict[str, Any]]] = {}
+def variants(run: dict[str, Any]) -> dict[str, dict[bool, dict[str, Any]]]:
+    """The drafting rows of each method, by whether they use lookup."""
+    found: dict[str, dict[bool, dict[str, Any]]] = {}
     for row in run["rows"]:
         name, settings = split(row["method"])
         if name == PLAIN or name in OTHERS or "texts" in settings:
             continue
-        key = joined(row["method"]), settings.get("staged") != "0"
-        found.setdefault(name, {})[key] = row
+        found.setdefault(name, {})[joined(row["method"])] = row
     return found
 
 
@@ -57,33 +53,21 @@ def engines_table(run: dict[str, Any]) -> str:
     return table(("engine, no drafts", "tokens/s", "speedup", "same text"), lines)
 
 
-def methods_table(run: dict[str, Any], leave_out: Sequence[str] = ()) -> str:
+def methods_table(run: dict[str, Any]) -> str:
     """A line for each method."""
     lines = []
     for name, rows in variants(run).items():
-        if name in leave_out:
-            continue
         trained = run["accelerators"].get(name)
         lines.append(
             (
                 label(f"{name}:lookup=0", link=True),
                 "–" if trained is None else f"{trained['parameters'] / 1e6:.1f}M",
                 "none" if trained is None else f"{trained['tokens'] / 1e6:.1f}M",
-                per_step(rows.get((False, False))),
-                speed_of(rows.get((False, True))),
-                per_step(rows.get((True, False))),
-                speed_of(rows.get((True, True))),
+                per_step(rows.get(False)),
+                per_step(rows.get(True)),
             )
         )
-    heads = (
-        "method",
-        "parameters",
-        "training tokens",
-        "drafts alone",
-        "two-stage",
-        "+ lookup",
-        "+ lookup, two-stage",
-    )
+    heads = ("method", "parameters", "training tokens", "drafts alone", "+ lookup")
     return table(heads, lines)
 
 
@@ -102,13 +86,12 @@ def lossless() -> Section:
         "Lossless decoding",
         [
             f"MT-Bench: {setting(run)} Among the trained methods' drafts alone M2R2's are fastest "
-            f"({speed('m2r2-carry:lookup=0' + OWN)}; EAGLE-3 {speed('eagle3' + OWN)}), but M2R2 "
+            f"({speed('m2r2-carry:lookup=0')}; EAGLE-3 {speed('eagle3')}), but M2R2 "
             f"was trained on {about['m2r2-carry']['tokens'] / 1e6:.1f}M tokens and EAGLE-3 on "
             f"{about['eagle3']['tokens'] / 1e6:.1f}M: see [equal training](#equal-training). "
-            "With lookup and two-stage verification, M2R2 "
-            f"({speed('m2r2-carry')}), text lookup alone ({speed('sam')}), EAGLE "
-            f"({speed('eagle:lookup=sam')}) and EAGLE-3 ({speed('eagle3:lookup=sam')}) are within "
-            f"2% of each other. {all_same(run)}",
+            f"With lookup, M2R2 ({speed('m2r2-carry')}), EAGLE ({speed('eagle:lookup=sam')}) and "
+            f"EAGLE-3 ({speed('eagle3:lookup=sam')}) are close to each other and ahead of text "
+            f"lookup alone ({speed('sam')}). {all_same(run)}",
             methods_table(run),
             "The other engines in the same run. llama.cpp computes in its own formats, so its text "
             "may differ; its Q8_0 and Q4_0 files are requantised from the model's file, which is "
@@ -129,7 +112,6 @@ def lossless() -> Section:
 
 def newer_processor() -> Section:
     run = load("mt_bench_smollm2_zen5")
-    early = ("lookahead", "token_recycling", "two_model")  # without two-stage verification then
     speeds = {row["method"]: times(row["speedup"]) for row in run["rows"]}
     rate = next(row["tokens_per_second"] for row in run["rows"] if row["method"] == PLAIN)
     return Section(
@@ -137,9 +119,8 @@ def newer_processor() -> Section:
         [
             f"MT-Bench: {setting(run)} Zen 5 multiplies twice as fast per cycle as Zen 4. "
             "The faster a processor multiplies and the slower its memory, the larger the speedups. "
-            "With two-stage verification, text lookup alone is ahead of every trained method. "
             f"{all_same(run)}",
-            methods_table(run, leave_out=early),
+            methods_table(run),
             f"transformers `generate` has {speeds['generate']} and llama.cpp "
             f"{speeds['llamacpp-bf16']} in BF16 and {speeds['llamacpp-q4_0']} in Q4_0, against "
             f"the plain loop's {rate:.0f} tokens/s.",
@@ -159,7 +140,7 @@ def other_engines() -> Section:
         ours = name not in OTHERS
         lines.append(
             (
-                label(row["method"]) + (", two-stage" if ours and name != PLAIN else ""),
+                label(row["method"]),
                 f"{row['tokens_per_second']:.0f}",
                 times(row["speedup"]),
                 "–" if ours and name != PLAIN else f"{row['tokens_per_step']:.2f}",
@@ -177,7 +158,7 @@ def other_engines() -> Section:
             table(("engine", "tokens/s", "speedup", "tokens per step", "same text"), lines),
             command(
                 "multirate bench smollm2 --suite mt_bench --data question.jsonl \\",
-                "  --methods generate,autoregressive,sam,m2r2-carry \\",
+                "  --methods generate,autoregressive \\",
                 "  --rivals llamacpp,assisted,assistant=lab/models/smollm2-draft \\",
                 "  --limit 4 -n 96 --repeats 1 --leave-out-loops --no-tuned --json out.json",
             ),

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from render.common import OWN, load, processor, same_text, table, times
+from render.common import load, processor, same_text, table, times
 
-M2R2_OWN = "m2r2-carry:lookup=0" + OWN
+M2R2_OWN = "m2r2-carry:lookup=0"
 ROWS = {
     "generate": "`transformers` `generate`",
     "llamacpp-q4_0": "llama.cpp, 4-bit weights (Q4_0)",
     "autoregressive": "multirate without drafts",
-    "sam": "text lookup + two-stage verification (the default)",
-    f"eagle3{OWN}": "EAGLE-3's drafts alone",
+    "sam": "text lookup (the default)",
+    "eagle3": "EAGLE-3's drafts alone",
     M2R2_OWN: "M2R2's drafts alone",
-    "m2r2-carry": "M2R2 + text lookup + two-stage verification",
+    "m2r2-carry": "M2R2 + text lookup",
 }
 """A row's speedup comes from what its name says and from nothing else."""
 
@@ -41,7 +41,7 @@ def block() -> list[str]:
         f"{str(run['date'])[:10]}, {run['dtype']} from a 4-bit file, greedy, up to "
         f"{run['max_new_tokens']} tokens. "
         "EAGLE-3 had less training here; in another run, with equal GPU time, it was ahead "
-        f"({ahead[f'eagle3{OWN}']} to {ahead[M2R2_OWN]}). "
+        f"({ahead['eagle3']} to {ahead[M2R2_OWN]}). "
         "Reproduce: `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`. "
         "[All results](lab/results/README.md).",
     ]

@@ -1,4 +1,4 @@
-"""Other prompts, a larger quantised copy, and what is published."""
+"""Other prompts, and what is published."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from render.common import (
-    OWN,
     PLAIN,
     Section,
     all_same,
@@ -17,7 +16,6 @@ from render.common import (
     machine,
     per_step,
     sources,
-    speed_of,
     table,
 )
 
@@ -28,13 +26,6 @@ SUITES = {
     "suite_humaneval": "HumanEval",
     "suite_t1": "MT-Bench, temperature 1",
     "suite_b4": "MT-Bench, batch 4",
-}
-EIGHT = {
-    "eight_mt_bench": "MT-Bench, all",
-    "eight_spec_bench": "Spec-Bench",
-    "eight_gsm8k": "GSM8K",
-    "eight_humaneval": "HumanEval",
-    "eight_t1": "MT-Bench, temperature 1",
 }
 ALONE = (
     "sam",
@@ -47,8 +38,13 @@ ALONE = (
     "eagle3:lookup=sam",
     "m2r2-carry",
 )
-KINDS = ("sam", "eagle3", "m2r2-carry:lookup=0")
-KINDS_JOINED = ("sam", "eagle3:lookup=sam", "m2r2-carry")
+KINDS = (
+    "sam",
+    "eagle3",
+    "m2r2-carry:lookup=0",
+    "eagle3:lookup=sam",
+    "m2r2-carry",
+)
 PUBLISHED = {
     "eagle:lookup=sam": "2.73x (SAM-Decoding with EAGLE-2)",
     "eagle": "2.10x; EAGLE-2 2.36x",
@@ -71,26 +67,16 @@ PUBLISHED = {
 
 
 def speeds(run: dict[str, Any]) -> dict[str, float]:
-    """A run's speedups by row. Batches have no two-stage verification, whatever a row's name."""
-    rows = {row["method"]: row["speedup"] for row in run["rows"]}
-    if run.get("batch", 1) > 1:
-        return {name + OWN: speed for name, speed in rows.items()}
-    return rows
+    """A run's speedups by row."""
+    return {row["method"]: row["speedup"] for row in run["rows"]}
 
 
-def speeds_table(
-    runs: dict[str, dict[str, Any]], methods: Sequence[str], ending: str, head: str
-) -> str:
+def speeds_table(runs: dict[str, dict[str, Any]], methods: Sequence[str]) -> str:
     """A line for each method and a column for each run that have any of these rows."""
     found = {title: speeds(run) for title, run in runs.items()}
-    names = [name for name in methods if any(name + ending in of for of in found.values())]
-    columns = {
-        title: [of.get(name + ending) for name in names]
-        for title, of in found.items()
-        if any(name + ending in of for name in names)
-    }
-    lines = zip(map(label, names), zip(*columns.values(), strict=True), strict=True)
-    return table((head, *columns), best_in_bold(list(lines)))
+    names = [name for name in methods if any(name in of for of in found.values())]
+    lines = [(label(name), [of.get(name) for of in found.values()]) for name in names]
+    return table(("method", *found), best_in_bold(lines))
 
 
 def kinds_table(run: dict[str, Any]) -> str:
@@ -98,11 +84,7 @@ def kinds_table(run: dict[str, Any]) -> str:
     rates = {row["method"]: row["categories"] for row in run["rows"]}
     plain = rates[PLAIN]
     lines = [
-        (title, [rates[name][kind] / rate for kind, rate in plain.items()])
-        for title, name in (
-            *((f"{label(name)}, alone", name + OWN) for name in KINDS),
-            *((f"{label(name)}, two-stage", name) for name in KINDS_JOINED),
-        )
+        (label(name), [rates[name][kind] / rate for kind, rate in plain.items()]) for name in KINDS
     ]
     return table(("", *(kind.replace("_", " ") for kind in plain)), best_in_bold(lines))
 
@@ -138,12 +120,11 @@ def other_suites() -> Section:
             "up to 256 new tokens, 96 in batches. After more training M2R2's drafts alone are "
             "ahead of EAGLE's and EAGLE-3's on every suite, within noise on Spec-Bench and in "
             "batches; text lookup alone beats all three on Spec-Bench and HumanEval. With lookup "
-            "and two-stage verification M2R2, EAGLE and EAGLE-3 are within 5% of each other on "
-            "every suite, and text lookup alone is 3% to 5% behind the fastest row, on GSM8K 17%. "
-            "At temperature 1 every method draws the same text for a seed. The plain loop makes "
+            "M2R2, EAGLE and EAGLE-3 are within 12% of each other on every suite, and ahead of "
+            "text lookup alone. At temperature 1 every method draws the same text for a seed. The "
+            "plain loop makes "
             f"{_rates(runs)}. {all_same(*runs.values())}",
-            speeds_table(runs, ALONE, OWN, "one-stage"),
-            speeds_table(runs, ALONE, "", "two-stage"),
+            speeds_table(runs, ALONE),
             "Spec-Bench by kind of prompt, decoding only (no prompt passes):",
             kinds_table(load("suite_spec_bench")),
             command(
@@ -155,32 +136,13 @@ def other_suites() -> Section:
     )
 
 
-def eight_bits() -> Section:
-    runs = _runs(EIGHT)
-    return Section(
-        "8-bit quantised copy",
-        [
-            "SmolLM2's file has 4-bit weights, so its quantised copy has 4 bits and is nearly "
-            "exact. A model saved in bf16 gets an 8-bit copy, which saves less. Here SmolLM2 has "
-            f"an 8-bit copy (`MULTIRATE_NARROW_BITS=8`); two threads of an {_machines(runs)}. "
-            "Two-stage verification then gains at most 3% for trained drafts with lookup; it loses "
-            "up to 13% on GSM8K, where drafts are usually right, and 6% at temperature 1. M2R2, "
-            "with the most training, leads on GSM8K by 10%; on the other suites its best row is "
-            f"within 4% of the other methods' best. {all_same(*runs.values())}",
-            speeds_table(runs, ALONE, OWN, "one-stage"),
-            speeds_table(runs, ALONE, "", "two-stage"),
-            command("bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless eight_bits"),
-            sources(*EIGHT),
-        ],
-    )
-
-
 def published() -> Section:
     run = load("suite_spec_bench")
     rows = {row["method"]: row for row in run["rows"]}
     lines = [
-        (label(name), per_step(rows.get(name + OWN)), speed_of(rows.get(name)), there)
+        (label(name), per_step(rows.get(name)), there)
         for name, there in PUBLISHED.items()
+        if name in rows
     ]
     return Section(
         "Published figures beside ours",
@@ -188,7 +150,7 @@ def published() -> Section:
             f"Spec-Bench, {machine(run)}: the run of [other prompt suites](#other-prompt-suites), "
             "with tokens per step in brackets. Published figures are Spec-Bench's own for "
             "Vicuna-7B on an A100 unless another source is named.",
-            table(("method", "drafts alone", "two-stage", "published"), lines),
+            table(("method", "ours", "published"), lines),
             "Likely reasons why the order differs: on a GPU, verifying sixty rows takes as long as "
             "verifying one, so wide trees are free; here eight rows cost 1.1 to 1.4 plain steps "
             "([plain loop](#plain-loop)), so a draft has at most eleven nodes. A 135M model "

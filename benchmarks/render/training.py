@@ -10,7 +10,6 @@ from render.common import (
     per_step,
     setting,
     sources,
-    speed_of,
     table,
     times,
 )
@@ -28,10 +27,8 @@ def _equal(file: str) -> str:
                 f"{about['parameters'] / 1e6:.1f}M",
                 f"{about['tokens'] / 1e6:.1f}M",
                 " / ".join(f"{share:.3f}" for share in about["agreement"]),
-                per_step(rows.get(f"{own}:staged=0")),
-                speed_of(rows.get(own)),
-                per_step(rows.get(f"{name}:lookup=sam:staged=0")),
-                speed_of(rows.get(f"{name}:lookup=sam")),
+                per_step(rows.get(own)),
+                per_step(rows.get(f"{name}:lookup=sam")),
             )
         )
     heads = (
@@ -40,16 +37,13 @@ def _equal(file: str) -> str:
         "training tokens",
         "agreement",
         "drafts alone",
-        "two-stage",
         "+ lookup",
-        "+ lookup, two-stage",
     )
     return table(heads, lines)
 
 
 def equal_training() -> Section:
     gpu, cpu = load("equal_training_gpu"), load("equal_training")
-    lookup = next(row for row in gpu["rows"] if row["method"] == "sam")
     return Section(
         "Equal training",
         [
@@ -60,14 +54,12 @@ def equal_training() -> Section:
             "cheaper.",
             "**Equal time on a GPU.** All seven train side by side on one H200 for 283 seconds, on "
             "answers to 46,592 questions (8.1M tokens); EAGLE-3 makes 30% more training steps than "
-            f"M2R2 in that time. Decoding: {setting(gpu)} Text lookup alone, two-stage: "
-            f"{times(lookup['speedup'])}, which no trained method exceeds.",
+            f"M2R2 in that time. Decoding: {setting(gpu)}",
             _equal("equal_training_gpu"),
             command("bash lab/recipes/smollm2/on_a_gpu.sh DATA runs/on_a_gpu"),
             "**Equal steps on a CPU.** 300 steps on one core, 0.56M tokens of answers to 2,730 "
             f"questions. Decoding: {setting(cpu)} After so little training M2R2's drafts are right "
-            "most often, EAGLE's are fastest, and with lookup and two-stage verification M2R2 is "
-            "last. Text lookup alone was not measured in this run.",
+            "most often, EAGLE's are fastest.",
             _equal("equal_training"),
             command("bash lab/recipes/smollm2/equal_training.sh DATA runs/equal"),
             sources("equal_training_gpu", "equal_training"),

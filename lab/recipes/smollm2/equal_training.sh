@@ -32,7 +32,7 @@ for method in kangaroo medusa hydra eagle eagle3 m2r2-carry; do
         # lookup is off by default for every method but M2R2
         row=$method:lookup=$lookup
         [ "$row" = "$method:lookup=0" ] && [ "$method" != m2r2-carry ] && row=$method
-        rows+=,$row,$row:staged=0
+        rows+=,$row
     done
 done
 multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 8 \

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the speed tables (lab/results/mt_bench_smollm2.json,
-# suite_*.json and eight_*.json). Two hours of an idle machine with two cores.
+# Every lossless method on every suite: the speed tables (lab/results/mt_bench_smollm2.json and
+# suite_*.json). An hour of an idle machine with two cores.
 #
 #   bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #
@@ -8,9 +8,8 @@
 #
 # EVAL: a folder with mt_bench/question.jsonl, spec_bench/question.jsonl, gsm8k/test.jsonl and
 # humaneval/HumanEval.jsonl.gz. SUITE: mt_bench, spec_bench, humaneval, gsm8k, t1 (MT-Bench at
-# temperature 1), b4 (in batches of 4), mt_bench_all (all of its questions, the fastest rows) or
-# eight_bits (the fastest rows on MT-Bench and the other suites, with a quantised copy of 8 bits, like
-# that of a model whose file has no 4-bit weights). The default is all of them.
+# temperature 1), b4 (in batches of 4) or mt_bench_all (all of its questions, the fastest rows). The
+# default is all of them.
 #
 # Answers have up to 256 tokens, and answers that run into loops are not counted. Batches have up to
 # 96 tokens, and all count. Finished suites are kept. ACCELERATORS: a folder with eagle3/ and hydra/,
@@ -22,27 +21,18 @@ shift 2
 mkdir -p "$OUT"
 DRAFT=two_model:draft=lab/models/smollm2-draft
 
-in_stages_and_without() {
-    local method
-    for method in "$@"; do printf ',%s,%s:staged=0' "$method" "$method"; done
-}
-GIVEN=(-a "medusa=lab/accelerators/medusa") LARGE= LARGEST= LARGE_BATCHED=
+GIVEN=(-a "medusa=lab/accelerators/medusa") LARGE= LARGEST=
 if [ -n "${ACCELERATORS:-}" ]; then
     GIVEN+=(-a "eagle3=$ACCELERATORS/eagle3" -a "hydra=$ACCELERATORS/hydra")
-    LARGE=$(in_stages_and_without eagle3 eagle3:lookup=sam)
-    LARGEST=$LARGE$(in_stages_and_without hydra)
-    LARGE_BATCHED=,eagle3,eagle3:lookup=sam
+    LARGE=,eagle3,eagle3:lookup=sam
+    LARGEST=$LARGE,hydra
 fi
-EVERY=$(in_stages_and_without lookahead prompt_lookup sam token_recycling \
-    token_recycling:lookup=sam "$DRAFT" "$DRAFT:lookup=sam" layerskip medusa kangaroo \
-    kangaroo:lookup=sam eagle eagle:lookup=sam m2r2 m2r2-carry:lookup=0 m2r2-carry)$LARGEST
-BEST=,prompt_lookup$(in_stages_and_without sam token_recycling:lookup=sam kangaroo:lookup=sam \
-    eagle eagle:lookup=sam m2r2-carry:lookup=0 m2r2-carry)$LARGE
-# batches have no two-stage verification
-BATCHED=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
-BATCHED+=,m2r2,m2r2-carry:lookup=0,m2r2-carry$LARGE_BATCHED
-FASTEST=$(in_stages_and_without sam eagle:lookup=sam m2r2-carry),m2r2-carry:lookup=0:staged=0
-[ -z "$LARGE" ] || FASTEST+=$(in_stages_and_without eagle3:lookup=sam),eagle3:staged=0
+EVERY=,lookahead,prompt_lookup,sam,token_recycling,token_recycling:lookup=sam,$DRAFT,$DRAFT:lookup=sam
+EVERY+=,layerskip,medusa,kangaroo,kangaroo:lookup=sam,eagle,eagle:lookup=sam,m2r2,m2r2-carry:lookup=0
+EVERY+=,m2r2-carry$LARGEST
+BEST=,prompt_lookup,sam,token_recycling:lookup=sam,kangaroo:lookup=sam,eagle,eagle:lookup=sam
+BEST+=,m2r2-carry:lookup=0,m2r2-carry$LARGE
+FASTEST=,sam,eagle:lookup=sam,m2r2-carry:lookup=0,m2r2-carry$LARGE
 
 measure() { # NAME SUITE FILE METHODS OPTIONS...
     local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
@@ -60,7 +50,7 @@ measure_suite() { # SUITE NAME METHODS
         t1) measure "$2" mt_bench $MT "$3" --temperature 1 --limit 6 $LONG ;;
     esac
 }
-[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all eight_bits
+[ $# -gt 0 ] || set -- mt_bench spec_bench humaneval gsm8k t1 b4 mt_bench_all
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
@@ -68,17 +58,11 @@ for name in "$@"; do
         spec_bench) measure_suite "$name" suite_spec_bench \
             "autoregressive$EVERY,sam:texts=lab/texts/smollm2.safetensors" ;;
         humaneval | gsm8k | t1) measure_suite "$name" "suite_$name" "autoregressive$BEST" ;;
-        b4) measure suite_b4 mt_bench $MT "autoregressive$BATCHED" --batch 4 --limit 8 -n 96 ;;
+        b4) measure suite_b4 mt_bench $MT "autoregressive$BEST,m2r2" --batch 4 --limit 8 -n 96 ;;
         mt_bench_all) measure_suite "$name" suite_mt_bench_all "autoregressive$FASTEST" ;;
-        eight_bits)
-            for suite in mt_bench_all spec_bench gsm8k humaneval t1; do
-                MULTIRATE_NARROW_BITS=8 measure_suite "$suite" "eight_${suite%_all}" \
-                    "autoregressive$FASTEST"
-            done
-            ;;
         *)
             echo "$name is no suite; accepted: mt_bench, spec_bench, humaneval, gsm8k, t1, b4," \
-                "mt_bench_all, eight_bits" >&2
+                "mt_bench_all" >&2
             exit 2
             ;;
     esac

@@ -13,30 +13,23 @@ for method in m2r2-carry eagle lite deed free calm-classifier specee mixture_of_
     folders+=(-a "$method=$OUT/$method")
 done
 
-# 8-bit weights for every method, also for prefill
-NARROW=prompt_weights=narrow
 along() { # METHOD SETTING VALUES...
     local method=$1 setting=$2 value
     shift 2
     for value in "$@"; do
-        rows+=",$method:$setting=$value:model_weights=int8:$NARROW"
+        rows+=",$method:$setting=$value"
     done
-    rows+=",$method:$setting=$1"
 }
 six() { echo "[$1,$1,$1,$1,$1,$1]"; }
-rows=autoregressive,int8_weights,int8_weights:margin=0.15,int8_weights:$NARROW
-rows+=,sam,m2r2-carry,m2r2-carry:margin=0.15,m2r2-carry:margin=0
-rows+=,m2r2-carry:margin=0.15:$NARROW,m2r2-carry:margin=0:$NARROW
+rows=autoregressive,sam,m2r2-carry,eagle:lookup=sam
 for threshold in 0.9 0.8 0.7 0.5; do
-    rows+=",m2r2-carry:margin=0:$NARROW:exit_thresholds=[$threshold]"
+    rows+=",m2r2-carry:exit_thresholds=[$threshold]"
 done
-rows+=,eagle:lookup=sam,eagle:lookup=sam:margin=0.15,eagle:lookup=sam:margin=0
-rows+=,eagle:lookup=sam:margin=0.15:$NARROW,eagle:lookup=sam:margin=0:$NARROW
 along lite thresholds "$(six 0.999)" "$(six 0.95)" "$(six 0.7)"
 for method in deed free specee mixture_of_depths; do
     along "$method" threshold 0.999 0.95 0.7
 done
-rows+=,free:adaptive=0.4,free:adaptive=0.4:model_weights=int8:$NARROW
+rows+=,free:adaptive=0.4
 along calm-classifier:confidence=classifier:decay=0.0 threshold 0.999 0.95 0.7
 along calm:confidence=softmax:draft_vocab=16384:decay=0.0 threshold 0.9999 0.998 0.95
 along calm:confidence=state:decay=0.0 threshold 0.96

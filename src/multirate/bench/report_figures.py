@@ -127,7 +127,7 @@ def _steps(content: Content, rows: Rows) -> Figure:
     tokens = [float(row["tokens_per_step"]) for row in rows]
 
     def draw(axes: Any) -> None:
-        # logarithmic axes show short steps and the much longer two-stage steps, and make lines of
+        # logarithmic axes show short steps beside much longer ones, and make lines of
         # equal speed parallel
         least, most = 0.8 * min(*costs, 1.0), 1.12 * max(*costs, 1.1)
         low, high = 0.8 * min(*tokens, 1.0), 1.1 * max(*tokens, 1.1)

@@ -19,7 +19,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,11 @@ import multirate
 from multirate import StopSettings, UserError
 from multirate.bench.divergence import Judge
 from multirate.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
-from multirate.bench.prompts import Prompt
+from multirate.bench.prompts import Prompt, build_prompts
 from multirate.bench.provenance import collect
 from multirate.bench.runner import Unavailable, measure, summarise
-from multirate.hub import find_device, load_model
+from multirate.bench.suites import load_suite
+from multirate.hub import find_device, load_model, reference_accelerators
 from multirate.io import write_json
 from multirate.methods.spec import PLAIN
 
@@ -51,12 +53,18 @@ class Ended(Exception):
 
 @dataclass
 class Campaign:
-    """What all parts share. device: torch's name for it; deadline: of the part that runs."""
+    """What all parts share.
+
+    device: torch's name for it. questions: of MT-Bench; None: random tokens. accelerators: measured
+    beside the model's packaged ones. deadline: of the part that runs.
+    """
 
     model: str
     device: str
     out: Path
     tiny: bool
+    questions: Path | None = None
+    accelerators: tuple[Path, ...] = ()
     deadline: float = 0.0
 
     def left(self) -> float:
@@ -134,25 +142,62 @@ def correctness(campaign: Campaign) -> dict[str, Any]:
     return {"models": found, "other_tokens_than_generate": wrong, "tests": said}
 
 
-def _measured(campaign: Campaign, engine: Any, prompts: list[Prompt], names: list[str], new: int):
-    """Rows by batch, of those methods that can be measured."""
+class _Alarm(KeyboardInterrupt):
+    """On which `measure` keeps what is finished."""
+
+
+def _ring(*_: Any) -> None:
+    raise _Alarm
+
+
+@contextmanager
+def _interrupted_after(seconds: float) -> Iterator[None]:
+    """As if Ctrl-C were pressed then. Raises Ended where nothing inside keeps that."""
+    before = signal.signal(signal.SIGALRM, _ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    except _Alarm:
+        raise Ended from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _measured(
+    campaign: Campaign,
+    engine: Any,
+    prompts: list[Prompt],
+    names: list[str],
+    new: int,
+    batches: tuple[int, ...] = BATCHES,
+) -> dict[str, Any]:
+    """Rows by batch, of those methods that can be measured. Raises Ended where the time was over
+    before anything was.
+    """
     rows: dict[str, Any] = {}
-    for batch in BATCHES[:2] if campaign.tiny else BATCHES:
-        campaign.left()
+    for batch in batches[:2] if campaign.tiny else batches:
         runs, unavailable = [], {}
         for name in names:
+            campaign.left()
             try:
                 runs.append(method_run(engine, name, new))
             except Unavailable as error:
                 unavailable[name] = str(error)
         wait = torch.cuda.synchronize if campaign.device.startswith("cuda") else None
-        copies = [replace(p, id=f"{p.id}.{i}") for p in prompts for i in range(batch)]
-        repeats = 1 if campaign.tiny else 3
-        measured = measure(runs, copies, repeats=repeats, batch=batch, synchronize=wait)
+        chosen, repeats = prompts[: max(4, batch)], 1 if campaign.tiny else 3
+        with _interrupted_after(campaign.left()):
+            measured = measure(runs, chosen, repeats=repeats, batch=batch, synchronize=wait)
         found = [row.as_dict() for row in summarise(measured, Judge(engine.model))]
+        if not found:
+            raise Ended
         for failure in measured.failed.values():
             print(failure, file=sys.stderr)
-        rows[str(batch)] = {"rows": found, "unavailable": unavailable | measured.ended}
+        rows[str(batch)] = {
+            "rows": found,
+            "unavailable": unavailable | measured.ended,
+            "interrupted": measured.interrupted,
+        }
     return rows
 
 
@@ -174,26 +219,60 @@ def _random_llama(campaign: Campaign, size: str) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 
 
-def _prompts(vocabulary: int, count: int, length: int) -> list[Prompt]:
-    ids = torch.randint(5, vocabulary, (count, length), generator=torch.Generator().manual_seed(0))
-    return [Prompt(str(i), row.tolist()) for i, row in enumerate(ids)]
+def _prompts(campaign: Campaign, engine: Any, new: int) -> list[Prompt]:
+    """Sixteen: first turns of the questions, or random tokens."""
+    count, vocabulary = max(BATCHES), engine.decoder.info.vocab_size
+    if campaign.questions is None or engine.tokenizer is None:
+        draw = torch.Generator().manual_seed(0)
+        ids = torch.randint(5, vocabulary, (count, 24), generator=draw)
+        return [Prompt(str(i), row.tolist()) for i, row in enumerate(ids)]
+    asked = load_suite("mt_bench", campaign.questions, count)
+    first = [replace(question, turns=question.turns[:1]) for question in asked]
+    return build_prompts(
+        first,
+        engine.tokenizer,
+        lambda ids: [],  # answers, which no turn follows
+        max_positions=engine.decoder.info.max_positions,
+        max_new_tokens=new,
+        truncate=True,
+    ).prompts
 
 
-def decoding(size: str) -> Callable[[Campaign], dict[str, Any]]:
-    """Plain and speculative decoding against `generate`, of the model or a random shape."""
+def decoding(batch: int) -> Callable[[Campaign], dict[str, Any]]:
+    """Plain decoding, text lookup and the drafts of every accelerator against `generate`."""
 
     def part(campaign: Campaign) -> dict[str, Any]:
-        if size == "model":
-            loaded = load_model(campaign.model, "bfloat16", campaign.device)
-            engine = multirate.attach(loaded)
-        else:
-            engine = multirate.attach(_random_llama(campaign, size))
-        new, count = (8, 1) if campaign.tiny else (128, 4)
+        name = "tiny" if campaign.tiny else campaign.model  # a model with accelerators
+        engine = multirate.attach(load_model(name, "bfloat16", campaign.device))
+        for folder in (*reference_accelerators(name).values(), *campaign.accelerators):
+            engine.add(folder)
+        names = [GENERATE, PLAIN, "sam", *_with_own_drafts(engine)]
+        new = 8 if campaign.tiny else 128
+        rows = _measured(campaign, engine, _prompts(campaign, engine, new), names, new, (batch,))
+        return {"batches": rows, "graph_fallback": getattr(engine.decoder, "graph_fallback", None)}
+
+    return part
+
+
+def _with_own_drafts(engine: Any) -> list[str]:
+    """The accelerators as they are used; where text lookup is part of that, also without it."""
+    names = []
+    for name in engine.accelerators:
+        joins = getattr(engine.spec_of(name).read_settings(), "lookup", None)
+        names += [f"{name}:lookup=0", name] if joins else [name]
+    return names
+
+
+def shape(size: str) -> Callable[[Campaign], dict[str, Any]]:
+    """Plain decoding against `generate`, of a model of that size with random weights."""
+
+    def part(campaign: Campaign) -> dict[str, Any]:
+        engine = multirate.attach(_random_llama(campaign, size))
+        new = 8 if campaign.tiny else 128
         names = [GENERATE, GENERATE_STATIC, PLAIN, "prompt_lookup"]
         if campaign.tiny:
             names.remove(GENERATE_STATIC)  # half a minute of a compiler
-        vocabulary = engine.decoder.info.vocab_size
-        rows = _measured(campaign, engine, _prompts(vocabulary, count, 24), names, new)
+        rows = _measured(campaign, engine, _prompts(campaign, engine, new), names, new)
         return {"batches": rows, "graph_fallback": getattr(engine.decoder, "graph_fallback", None)}
 
     return part
@@ -227,11 +306,9 @@ def training(method: str) -> Callable[[Campaign], dict[str, Any]]:
             campaign.command("train", campaign.model, *arguments)
         loaded = load_model(campaign.model, "bfloat16", campaign.device)
         engine = multirate.attach(loaded, folder)
-        new, count = (8, 1) if campaign.tiny else (128, 4)
-        vocabulary = engine.decoder.info.vocab_size
-        rows = _measured(
-            campaign, engine, _prompts(vocabulary, count, 24), [PLAIN, engine.default], new
-        )
+        new = 8 if campaign.tiny else 128
+        prompts = _prompts(campaign, engine, new)
+        rows = _measured(campaign, engine, prompts, [PLAIN, engine.default], new)
         results = json.loads((folder / "accelerator.json").read_text()).get("results")
         return {"batches": rows, "training": results}
 
@@ -271,11 +348,11 @@ def experts(campaign: Campaign) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[float, Callable[[Campaign], dict[str, Any]]]] = {
     "correctness": (4, correctness),
-    "decoding": (4, decoding("model")),
+    **{f"decoding {batch}": (3, decoding(batch)) for batch in BATCHES},
     "answers": (7, answers),
     **{f"training {method}": (4, training(method)) for method in METHODS},
-    "decoding 1b": (3, decoding("1b")),
-    "decoding 7b": (5, decoding("7b")),
+    "shape 1b": (3, shape("1b")),
+    "shape 7b": (5, shape("7b")),
     "experts": (4, experts),
 }
 """Name → (share of the time, what it does)."""
@@ -327,6 +404,14 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="Name, folder or hub id.")
     parser.add_argument("--out", type=Path, default=Path("campaign"), help="Kept: it is resumed.")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu (with --tiny).")
+    parser.add_argument("--questions", type=Path, help="MT-Bench's (default: random tokens).")
+    parser.add_argument(
+        "--accelerator",
+        type=Path,
+        action="append",
+        default=[],
+        help="A folder; measured beside the packaged ones (repeatable).",
+    )
     parser.add_argument("--only", action="append", choices=PARTS, help="A part (repeatable).")
     parser.add_argument("--tiny", action="store_true", help="Tiny random models, to try it out.")
     chosen = parser.parse_args()
@@ -338,9 +423,10 @@ def main() -> None:
     except UserError as error:
         sys.exit(str(error))
     model = _tiny_model(out / "model") if chosen.tiny else chosen.model
-    content = run(
-        Campaign(model, device, out, chosen.tiny), chosen.minutes, chosen.only or list(PARTS)
+    campaign = Campaign(
+        model, device, out, chosen.tiny, chosen.questions, tuple(chosen.accelerator)
     )
+    content = run(campaign, chosen.minutes, chosen.only or list(PARTS))
     sys.exit(any(part["status"] == "failed" for part in content["parts"].values()))
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import runpy
+import signal
 from pathlib import Path
 
 import fresh_process
 import pytest
+
+from multirate.bench.prompts import Prompt
+from multirate.bench.runner import Answer, MethodRun, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,8 +31,8 @@ def campaign(out: Path, *arguments: str) -> tuple[int, dict]:
 
 # the other methods' training is the same part with another name
 PARTS = (
-    *("correctness", "decoding", "answers", "training m2r2-carry"),
-    *("decoding 1b", "experts"),
+    *("correctness", "decoding 1", "decoding 4", "answers", "training m2r2-carry"),
+    *("shape 1b", "experts"),
 )
 
 
@@ -40,8 +45,10 @@ def test_every_part_runs_and_is_not_run_again(tmp_path: Path) -> None:
     assert code == 0 and not failed
     assert parts["correctness"]["result"]["other_tokens_than_generate"] == []
     assert parts["answers"]["result"]["records"] == 24
-    methods = [row["method"] for row in parts["decoding"]["result"]["batches"]["4"]["rows"]]
-    assert methods == ["generate", "autoregressive", "prompt_lookup"]
+    rows = parts["decoding 4"]["result"]["batches"]["4"]["rows"]
+    own = ["kangaroo", "m2r2", "m2r2-carry:lookup=0", "m2r2-carry"]
+    assert [row["method"] for row in rows] == ["generate", "autoregressive", "sam", *own]
+    assert not any(row["diverged"] for row in rows)
     assert (tmp_path / "accelerators" / "m2r2-carry" / "accelerator.safetensors").is_file()
     assert parts["training m2r2-carry"]["result"]["batches"]["1"]["rows"][1]["diverged"] == 0
     assert parts["experts"]["result"]["rows"] and content["argv"] and content["torch"]
@@ -52,9 +59,30 @@ def test_every_part_runs_and_is_not_run_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_part_that_fails_is_recorded_and_the_next_goes_on(tmp_path: Path) -> None:
-    only = ("--only", "training m2r2", "--only", "decoding")  # no answers to train on yet
+    only = ("--only", "training m2r2", "--only", "shape 1b")  # no answers to train on yet
     code, content = campaign(tmp_path, *only)
-    assert code == 1 and content["parts"]["decoding"]["status"] == "done"
+    assert code == 1 and content["parts"]["shape 1b"]["status"] == "done"
     assert "own.jsonl" in content["parts"]["training m2r2"]["error"]
     _, content = campaign(tmp_path / "late", "--minutes", "0", "--only", "answers")
     assert content["parts"]["answers"]["status"].startswith("out of time")
+
+
+def test_at_the_end_of_a_part_finished_answers_are_kept() -> None:
+    names = runpy.run_path(str(ROOT / "benchmarks" / "gpu_campaign.py"), run_name="campaign")
+    asked: list[int] = []
+
+    def run(prompt: list[int]) -> Answer:
+        asked.extend(prompt)
+        if len(asked) == 3:
+            signal.raise_signal(signal.SIGALRM)
+        return Answer(prompt)
+
+    prompts = [Prompt(str(i), [i]) for i in range(4)]
+    before = signal.getsignal(signal.SIGALRM)
+    with names["_interrupted_after"](60):
+        found = measure([MethodRun("autoregressive", run)], prompts, repeats=1, warmup=0)
+    assert found.interrupted and len(found.usable()[0]) == 2
+    with pytest.raises(names["Ended"]), names["_interrupted_after"](60):
+        signal.raise_signal(signal.SIGALRM)
+    assert signal.getsignal(signal.SIGALRM) is before
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == 0

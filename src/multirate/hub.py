@@ -234,6 +234,20 @@ def model_folder(name: str) -> Path:
         )
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that a model is in: a local one, one of the hub (which is downloaded), or a
+    named model's. None: it is not in one.
+    """
+    known = named(name)
+    if known is not None and known.wheel is not None:
+        from multirate.gguf_models.sources import gguf_of_wheel
+
+        return gguf_of_wheel(known.wheel)
+    with explained(f"model {name}"):
+        source = _source(name)
+    return source if isinstance(source, Path) else None
+
+
 def _source(name: str | None) -> str | Path:
     """What to load a model from: a folder or hub id as text, or the path of a GGUF file."""
     known = named(name)

@@ -117,10 +117,11 @@ def read_json(path: Path, most: int = 1 << 20) -> Any:
     return parse_json(content, path)
 
 
-def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Writes `data` beside `path`, to the disk, and renames. A file that is there keeps its
-    permissions, a link stays a link. Raises OSError, also for what is no regular file; nothing is
-    left then.
+@contextmanager
+def replacing(path: Path, mode: int = 0o644) -> Iterator[Path]:
+    """The path of an empty file beside `path`. After the block it is written to the disk and
+    renamed to `path`. A file that is there keeps its permissions, a link stays a link. Raises
+    OSError, also for what is no regular file. If the block fails, nothing is left.
     """
     path = Path(os.path.realpath(path))
     with suppress(FileNotFoundError):
@@ -129,17 +130,24 @@ def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
             raise OSError(errno.EINVAL, "it is not a regular file", str(path))
         mode = stat.S_IMODE(there)
     # not the file's own name with more to it, which the system may find too long
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_PREFIX)
+    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield temporary
+        os.fsync(handle)
         os.chmod(temporary, mode)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(handle)
+
+
+def replace_file(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Writes `data` with `replacing`."""
+    with replacing(path, mode) as temporary:
+        temporary.write_bytes(data)
 
 
 def write_atomically(path: str | Path, data: bytes | str) -> None:

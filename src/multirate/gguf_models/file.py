@@ -59,7 +59,8 @@ class Tensor:
 
 
 class GgufFile:
-    """An open file. metadata: its keys and values; tensors: by name, in the file's order.
+    """An open file. metadata: its keys and values; kinds: each key's type, and that of a list's
+    elements (else None); tensors: by name, in the file's order.
 
     Raises UserError for a file that is missing, no GGUF file, of another version or byte order,
     one part of several, truncated, or whose header contradicts itself.
@@ -86,11 +87,17 @@ class GgufFile:
             )
         count, keys = self._number("Q"), self._number("Q")
         self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, tuple[GGUFValueType, GGUFValueType | None]] = {}
         for _ in range(keys):
             name = self._string()
             if name in self.metadata:
                 self._damaged(f"holds the key {name!r} twice")
-            self.metadata[name] = self._value(self._kind(self._number("I")))
+            kind, begin = self._kind(self._number("I")), self._at
+            self.metadata[name] = self._value(kind)
+            element = None
+            if kind == GGUFValueType.ARRAY:
+                element = GGUFValueType(struct.unpack_from("<I", self._bytes, begin)[0])
+            self.kinds[name] = kind, element
         self.tensors = self._tensors(count)
         parts = self.metadata.get("split.count", 1)
         if parts not in (0, 1):
@@ -116,7 +123,7 @@ class GgufFile:
                 f"{self.path}: tensor {name} is quantised as {tensor.kind.name}, which is not "
                 f"supported; accepted: {accepted}"
             )
-        whole = np.frombuffer(self._bytes, np.uint8, tensor.end - tensor.begin, tensor.begin)
+        whole = self.content(name)
         rows = math.prod(tensor.shape[:-1])
         joined = max(1, _GROUP_VALUES // max(tensor.shape[-1], 1))
         while rows % joined:
@@ -127,6 +134,11 @@ class GgufFile:
         if tensor.kind == GGMLQuantizationType.F16:
             return flat.view(np.float16).astype(np.float32).reshape(tensor.shape)
         return gguf.dequantize(flat, tensor.kind).reshape(tensor.shape)
+
+    def content(self, name: str) -> np.ndarray:
+        """A tensor's bytes as they are in the file, uint8 [bytes], read-only."""
+        tensor = self.tensors[name]
+        return np.frombuffer(self._bytes, np.uint8, tensor.end - tensor.begin, tensor.begin)
 
     def identity(self) -> str:
         """32 hex digits over the header and three samples of every tensor."""

@@ -21,7 +21,7 @@ _KNOWN_SPLITS = {None, "gpt-2", "smollm"} | set(GGUF_PRE_TOKENIZER_SPLITS)
 """Ways to split text before merging that are told apart, or that transformers' default is right for
 (SmolLM's vocabulary has no token of two digits, so splitting these apart changes nothing).
 """
-_LLAMA3_SPLITS = {
+WHOLE_TOKENS_FIRST = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
 }
@@ -30,7 +30,7 @@ tokens are found whole even where no merge leads to them (llama.cpp: add_bos, ig
 """
 _SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """What llama.cpp assumes of a SentencePiece vocabulary that does not say."""
-_ENDS = {
+KNOWN_ENDS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
     *("<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
     *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "[e~["),
@@ -95,7 +95,7 @@ def load_tokenizer(file: GgufFile) -> Any:
         **_merges(data, tokens, kind),
     }
     ids = {name: None if i is None else tokens[i] for name, i in special_tokens(file).items()}
-    begins = kind == "llama" or split in _LLAMA3_SPLITS
+    begins = kind == "llama" or split in WHOLE_TOKENS_FIRST
     template = file.metadata.get("tokenizer.chat_template")
     if not isinstance(template, (str, type(None))):
         Metadata(file, "tokenizer.").refuse("chat_template", template, "text")
@@ -106,7 +106,7 @@ def load_tokenizer(file: GgufFile) -> Any:
     try:
         backend, _ = convert_gguf_tokenizer(file.architecture, described)
         backend = _without_more_tokens(backend, len(tokens))
-        if kind == "gpt2" and split in _LLAMA3_SPLITS:
+        if kind == "gpt2" and split in WHOLE_TOKENS_FIRST:
             backend.model.ignore_merges = True
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
@@ -139,7 +139,7 @@ def _types(data: Metadata, tokens: list[str]) -> list[int]:
     """Each token's type; what is known to end a text is a control token, whatever the file says."""
     types = data.array("token_type", int, len(tokens)) or [_NORMAL] * len(tokens)
     pairs = zip(tokens, types, strict=True)
-    return [_CONTROL if token in _ENDS else type_ for token, type_ in pairs]
+    return [_CONTROL if token in KNOWN_ENDS else type_ for token, type_ in pairs]
 
 
 def _merges(data: Metadata, tokens: list[str], kind: str) -> dict[str, list[Any]]:
@@ -171,7 +171,7 @@ def ends(file: GgufFile, tokenizer: Any) -> list[int]:
     data = Metadata(file, "tokenizer.ggml.")
     tokens = vocabulary_of(file)
     named = [data.token(f"{name}_token_id", len(tokens)) for name in ("eot", "eom")]
-    known = [index for index, token in enumerate(tokens) if token in _ENDS]
+    known = [index for index, token in enumerate(tokens) if token in KNOWN_ENDS]
     found = [special_tokens(file)["eos"], *named, *known]
     ids = list(dict.fromkeys(token for token in found if token is not None))
     after = _after_an_answer(tokenizer)

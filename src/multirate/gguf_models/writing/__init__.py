@@ -1,0 +1,1 @@
+"""Transformers models, and other GGUF files, written as GGUF files that llama.cpp reads."""

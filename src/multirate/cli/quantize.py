@@ -47,7 +47,12 @@ def command(
     from multirate.errors import say_once
     from multirate.gguf_models.file import GgufFile
     from multirate.gguf_models.writing.tensors import quantised_kinds
-    from multirate.gguf_models.writing.write import check_output, check_type, requantise, write_model
+    from multirate.gguf_models.writing.write import (
+        check_output,
+        check_type,
+        requantise,
+        write_model,
+    )
     from multirate.hub import gguf_file
 
     check_type(type)

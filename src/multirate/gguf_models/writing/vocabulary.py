@@ -22,7 +22,7 @@ _PROBES = (
     "  two spaces, a tab\tand a break\n\n \n   x\u00a0y",
     "Größe, naïveté, señor; Привет, мир; Γειά σου; 你好，世界；こんにちは；مرحبا; นี่คือ; 안녕하세요",
     "🙂🚀 ½ ² x₂ ∑∫ “quotes” — and–dashes… CamelCaseWord ALLCAPS mixedCASE x86_64 v1.2.3-rc4",
-    "https://example.org/a?b=c&d=%20#e me@example.org {\"k\": [1, null, -2.5e-3]}",
+    'https://example.org/a?b=c&d=%20#e me@example.org {"k": [1, null, -2.5e-3]}',
 )
 """Texts on which the tokenizer in the file must agree with the original."""
 

@@ -22,7 +22,7 @@ from multirate.gguf_models.load import load_gguf
 from multirate.io import cache_folder, replace_file
 
 MANIFEST = "converted.json"
-_FORMAT = 2  # of what a conversion writes: another one is converted again
+_FORMAT = 3  # of what a conversion writes: another one is converted again
 _CHUNK = 16 << 20
 _BYTES = 2  # of a value in bf16
 

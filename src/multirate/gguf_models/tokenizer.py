@@ -7,7 +7,7 @@ import logging
 from collections import Counter
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.integrations.gguf import convert_gguf_tokenizer
 from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -17,10 +17,12 @@ from multirate.gguf_models.file import GgufFile
 from multirate.gguf_models.metadata import Metadata
 
 _KINDS = {"gpt2": "byte-level BPE", "llama": "SentencePiece"}
-_KNOWN_SPLITS = {None, "gpt-2", "smollm"} | set(GGUF_PRE_TOKENIZER_SPLITS)
-"""Ways to split text before merging that are told apart, or that transformers' default is right for
-(SmolLM's vocabulary has no token of two digits, so splitting these apart changes nothing).
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Ways to split text that set every digit apart, then split the rest as GPT-2 does: spaces and line
+breaks before a digit stay together.
 """
+_KNOWN_SPLITS = {None, "gpt-2"} | DIGITS_APART | set(GGUF_PRE_TOKENIZER_SPLITS)
+"""Ways to split text before merging that are told apart."""
 WHOLE_TOKENS_FIRST = {
     *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     *("jina-v5-nano", "tekken"),
@@ -108,6 +110,9 @@ def load_tokenizer(file: GgufFile) -> Any:
         backend = _without_more_tokens(backend, len(tokens))
         if kind == "gpt2" and split in WHOLE_TOKENS_FIRST:
             backend.model.ignore_merges = True
+        if kind == "gpt2" and split in DIGITS_APART:
+            level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+            backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level])
         return PreTrainedTokenizerFast(
             tokenizer_object=backend,
             bos_token=ids["bos"],

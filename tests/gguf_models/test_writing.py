@@ -50,7 +50,7 @@ def model_of(name: str) -> Any:
 
 
 def rounded(model: Any, dtype: torch.dtype) -> Any:
-    """The model with parameters that `dtype` holds. (Model.to changes rotary frequencies as well.)"""
+    """The model with parameters that `dtype` holds; Model.to would round rotary frequencies."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(dtype))
@@ -107,7 +107,7 @@ def test_quantised_weights_are_a_step_away_at_most(
     model, _ = load_gguf(path, torch.float32)
     kinds = {one.kind for one in GgufFile(path).tensors.values() if len(one.shape) > 1}
     plain = {Kind.F16} if name == "odd" else set()  # 48 and 80 inputs are not whole blocks
-    assert kinds == ({Kind.Q8_0, TYPES[to][0]} if not plain else plain)
+    assert kinds == (plain or {Kind.Q8_0, TYPES[to][0]})
     for key, value in dict(original.named_parameters()).items():
         found = model.get_parameter(key)
         if value.ndim == 1 or plain:

@@ -29,7 +29,7 @@ LAYERS = (
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
 MODEL_LAYERS = (
-    ("rows", "noise", "transfer", "finite"),
+    ("rows", "noise", "transfer", "finite", "quantised"),
     ("kv_cache",),
     ("decoder",),
     ("hf",),

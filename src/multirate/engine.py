@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from multirate.calibration import promise as promises
@@ -35,14 +36,21 @@ from multirate.decoding.trial import TEXTS, try_drafts
 from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
-from multirate.hub import LoadedModel, load_model, packaged_accelerators, resolve_accelerator
+from multirate.hub import (
+    LoadedModel,
+    check_weights_option,
+    load_model,
+    packaged_accelerators,
+    resolve_accelerator,
+)
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec, SecondModel, write_variant
 from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.decoder import Decoder
 from multirate.model.hf.decoder import HFDecoder
-from multirate.model.load import load_decoder
+from multirate.model.load import load_decoder, quantised_for_kernel
 from multirate.model.machine import machine_name
+from multirate.model.quantised import expanded, formats, formats_line, is_quantised
 from multirate.model.weight_watch import WeightWatch
 from multirate.torch_modes import Modes
 from multirate.training.checkpoint import Accelerator
@@ -66,6 +74,7 @@ def attach(
     expert_memory: str | int | None = None,
     expert_policy: str | None = None,
     expert_predictor: str | os.PathLike[str] | None = None,
+    weights: str = "file",
 ) -> Engine:
     """Makes an engine for a causal language model. The model itself stays unchanged.
 
@@ -90,9 +99,15 @@ def attach(
         and the next two need experts on disk.
     expert_policy: see experts/named_policies.py (default: aot).
     expert_predictor: folder or hub id of a predictor from `multirate train --objective experts`.
+    weights: "file": as they are, so that the kernel runs a GGUF file's own formats; "bf16": a GGUF
+        file expanded; "q8_0", "q4_0" or "q4_1": a copy of any other model, quantised now, which
+        the engine has as its `model`.
 
     Raises UserError, with the reason, for anything that cannot be used.
     """
+    check_weights_option(weights)
+    if experts is not None and weights != "file":
+        raise UserError(f"weights {weights} do not work with experts=DIR: leave weights out")
     if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
         raise UserError(
             f"the model is {model!r}; accepted: a causal LM of transformers, or its folder or "
@@ -100,7 +115,10 @@ def attach(
         )
     if isinstance(model, (str, os.PathLike)):
         name = os.fspath(model)
-        model = load_model(name) if experts is None else load_offloaded(name, experts)
+        if experts is None:
+            model, weights = load_model(name, weights=weights), "file"
+        else:
+            model = load_offloaded(name, experts)
     elif experts is not None:
         raise UserError("experts=DIR needs the model's folder or hub id, not a loaded model")
     from multirate.experts.model import experts_on_disk
@@ -109,6 +127,8 @@ def attach(
         model, tokenizer = model.model, tokenizer or model.tokenizer
     if type(model).__name__ == "OptimizedModule":  # torch.compile's, around the model
         model = model._orig_mod
+    if weights != "file":
+        model = _with_weights(model, weights)
     with lock_of(
         model
     ).held():  # building a decoder may run the model, and exchanges what reads its experts
@@ -135,6 +155,16 @@ def attach(
     if accelerator is not None:
         engine.add(accelerator)
     return engine
+
+
+def _with_weights(model: Any, weights: str) -> Any:
+    """A loaded model with these weights: see `attach`."""
+    if weights != "bf16":
+        return quantised_for_kernel(model, weights)
+    if not is_quantised(model) and model.dtype != torch.bfloat16:
+        dtype = str(model.dtype).removeprefix("torch.")
+        raise UserError(f"weights is 'bf16', but the model is {dtype}: call model.bfloat16() first")
+    return expanded(model)
 
 
 def check_mode(mode: str, quality: float | None, speculate: str) -> None:
@@ -241,6 +271,15 @@ class Engine:
     def backend(self) -> str:
         """ "native" or "hf"."""
         return "hf" if isinstance(self.decoder, HFDecoder) else "native"
+
+    @property
+    def weights(self) -> str:
+        """What the backend runs: the formats of quantised weights, such as "Q4_1 210 tensors, F32
+        61, Q8_0 1", else the dtype.
+        """
+        if self.backend == "native" and is_quantised(self.model):
+            return formats_line(self.model)
+        return str(self.decoder.info.dtype).removeprefix("torch.")
 
     def add(
         self, accelerator: str | os.PathLike[str] | Accelerator, name: str | None = None
@@ -641,10 +680,12 @@ class Engine:
 
     @property
     def machine(self) -> str:
-        """What tuned settings are stored for: the machine, and the backend that runs the model on
-        it.
+        """What tuned settings are stored for: the machine, the backend that runs the model on it,
+        and the formats of quantised weights.
         """
-        return f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
+        found = f"{machine_name(self.decoder.info.device)}, backend {self.backend}"
+        quantised = self.backend == "native" and is_quantised(self.model)
+        return f"{found}, weights {' '.join(formats(self.model))}" if quantised else found
 
     def spec_of(self, name: str, besides: Sequence[str] = ()) -> MethodSpec:
         """The method that a name of this engine stands for. Raises UserError for an unknown name

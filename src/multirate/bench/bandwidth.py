@@ -11,6 +11,7 @@ import torch
 from multirate.bench.runner import Row
 from multirate.methods.spec import PLAIN
 from multirate.model.decoder import Decoder
+from multirate.model.quantised import weight_bytes, weight_of
 
 BYTES = 256 << 20  # far beyond every cache
 ROUNDS = 7
@@ -34,12 +35,11 @@ def bytes_per_step(model: Any, decoder: Decoder | None = None) -> int | None:
     """
     if any(".experts." in name for name, _ in model.named_parameters()):
         return None
-    embedding = model.get_input_embeddings().weight
+    embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    tied = head is not None and head.weight is embedding
-    total = sum(p.numel() * p.element_size() for p in model.parameters())
-    if not tied:
-        total -= embedding.numel() * embedding.element_size()
+    total = weight_bytes(model)
+    if head is None or head.weight is not embedding.weight:
+        total -= weight_of(embedding).nbytes
     return total if decoder is None else total - decoder.unread_bytes
 
 

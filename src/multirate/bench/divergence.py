@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import torch
 
+from multirate.model.quantised import runnable
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -84,6 +86,7 @@ class Judge:
                 reference[position] if position < len(reference) else None,
                 answer[position] if position < len(answer) else None,
             )
+        self._model = runnable(self._model)
         prefix = [*prompt, *reference[:position]]
         chosen = (reference[position], answer[position])
         rounded = _last_logits(self._model, prefix)

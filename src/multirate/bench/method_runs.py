@@ -14,6 +14,7 @@ from multirate.bench.runner import Answer, MethodRun, Unavailable
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
 from multirate.errors import first_line
+from multirate.model.quantised import runnable
 
 GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
@@ -45,9 +46,9 @@ def method_run(
             f"{name} uses other random numbers when sampling, so its text cannot be compared"
         )
     if name == GENERATE:
-        return transformers_run(engine.model, stop.eos_token_ids, max_new_tokens)
+        return transformers_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
     if name == GENERATE_STATIC:
-        return static_run(engine.model, stop.eos_token_ids, max_new_tokens)
+        return static_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
             f"{name} samples another text from the same distribution, so it cannot be compared"

@@ -37,6 +37,7 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Answers generated at once.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --questions.")] = 0,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     threads: options.Threads = None,
     experts: options.Experts = None,
@@ -65,7 +66,7 @@ def command(
     settings = QuestionSettings(seed=seed)
     look_for_records(check_writable(out))
     asked = read_questions(data, limit) if data else []
-    loaded = options.load(model, dtype, device, experts)
+    loaded = options.load(model, dtype, device, experts, weights=weights)
     engine = attach(loaded, expert_policy=None if experts is None else "lru")
     stop = engine.stopping(max_new_tokens)
     if questions:

@@ -134,6 +134,7 @@ def command(
     ] = False,
     tuned: options.Tuned = True,
     dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -287,7 +288,7 @@ def command(
         untrained_drafters,
     )
 
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     engine.uses_tuned = tuned
     own = reference_accelerators(model)
@@ -342,6 +343,7 @@ def command(
         + ("greedy" if sampling.greedy else f"temperature {temperature:g}, seed {seed}"),
         settings={
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
+            "weights": engine.weights,
             "model": loaded.name,
             "suite": suite,
             "data": str(data),

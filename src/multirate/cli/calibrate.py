@@ -74,6 +74,7 @@ def command(
         ),
     ] = None,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -106,7 +107,7 @@ def command(
     if point:
         check_points(point)
     settings = parse_settings(option or [], "--option")
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     given = engine.accelerators[engine.add(accelerator)]
     mode = dynamic_mode(find(given.method))

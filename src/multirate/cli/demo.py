@@ -185,6 +185,7 @@ def command(
     ] = 96,
     repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 1,
     dtype: options.Dtype = "bfloat16",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -201,7 +202,7 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import find, joined_variant, recommended
 
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     own = {
         name: path for name, path in reference_accelerators(model).items() if find(name).plain_name

@@ -73,6 +73,7 @@ def command(
         typer.Option("--json", help="Write the results to this file.", show_default=False),
     ] = None,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -104,7 +105,7 @@ def command(
     if json is not None:
         check_writable(json, provenance.RESULTS, provenance.collected)
     asked = load_tasks(names, data, shots)
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     if wanted.name == FULL:
         if accelerator is not None:
@@ -131,6 +132,7 @@ def command(
                 **provenance.collect(engine.decoder.info.device, backend=engine.backend),
                 "model": loaded.name,
                 "dtype": str(loaded.model.dtype).removeprefix("torch."),
+                "weights": engine.weights,
                 "mode": wanted.name,
                 "method": how.method,
                 "lossless": how.lossless,

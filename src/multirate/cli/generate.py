@@ -132,6 +132,7 @@ def command(
     quality: options.Quality = None,
     tuned: options.Tuned = True,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -170,7 +171,7 @@ def command(
     parse_bytes(expert_memory)
     if experts is None and expert_memory is not None:
         raise UserError("--expert-memory needs --experts FOLDER, a store made with multirate pack")
-    loaded = options.load(model, dtype, device, experts)
+    loaded = options.load(model, dtype, device, experts, weights=weights)
     engine = attach(
         loaded,
         backend=backend,
@@ -250,7 +251,7 @@ def command(
         )
         options.note(
             f"method {engine.used}, {engine.backend} backend, "
-            f"{options.threads_line(engine.decoder)}"
+            f"{options.threads_line(engine.decoder)}, weights {engine.weights}"
         )
         if seen.drafted:
             drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"

@@ -10,6 +10,7 @@ from multirate.cli import options
 def command(
     model: options.Model = None,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
@@ -24,9 +25,10 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import trainable
     from multirate.model.load import why_not_native
+    from multirate.model.quantised import device_of, formats_line, is_quantised, weight_bytes
 
-    loaded = options.load(model, dtype, device)
-    here = provenance.collect(loaded.model.device)
+    loaded = options.load(model, dtype, device, weights=weights)
+    here = provenance.collect(device_of(loaded.model))
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -41,6 +43,7 @@ def command(
     )
     row("parameters", f"{sum(p.numel() for p in loaded.model.parameters()) / 1e6:.1f}M")
     row("dtype", str(loaded.model.dtype).removeprefix("torch."))
+    row("weights", f"{formats_line(loaded.model)} ({weight_bytes(loaded.model) / 1e6:.0f} MB)")
     row("device", here["device"])
     row("processor", f"{here['cpu']}, threads: {here['threads']}")
     row(
@@ -48,7 +51,9 @@ def command(
         f"multirate {here['version']}, torch {here['torch']}, transformers {here['transformers']}",
     )
     try:
-        engine = attach(loaded.model, backend="hf", tokenizer=loaded.tokenizer)
+        # a quantised model has no layers of its own to run
+        backend = "auto" if is_quantised(loaded.model) else "hf"
+        engine = attach(loaded.model, backend=backend, tokenizer=loaded.tokenizer)
     except UserError as unsupported:
         row("supported", f"no: {unsupported}")
         options.console().print(table)

@@ -60,6 +60,7 @@ def command(
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -88,7 +89,7 @@ def command(
     check_writable(out, PAGE, is_page)
     if quality is not None:
         check_quality(quality)
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     name = None if accelerator is None else engine.add(accelerator)
     if name is not None:

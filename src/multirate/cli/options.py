@@ -31,6 +31,14 @@ Dtype = Annotated[
         help="auto (as saved), bfloat16, float16 or float32.", rich_help_panel=help.MACHINE
     ),
 ]
+Weights = Annotated[
+    str,
+    typer.Option(
+        help="file (as in the file: GGUF formats run as they are), bf16 (a GGUF file expanded), or "
+        "q8_0, q4_0, q4_1 (any other model quantised as it is loaded).",
+        rich_help_panel=help.MACHINE,
+    ),
+]
 Device = Annotated[
     str, typer.Option(help="auto (a GPU if there is one), cpu, cuda or cuda:1, cuda:2 …")
 ]
@@ -166,19 +174,29 @@ def keep_transformers_quiet() -> None:
     logging.disable_progress_bar()
 
 
-def load(model: str | None, dtype: str, device: str, experts: Path | None = None) -> LoadedModel:
+def load(
+    model: str | None,
+    dtype: str,
+    device: str,
+    experts: Path | None = None,
+    weights: str = "file",
+) -> LoadedModel:
     """Loads the model, with its experts in a store if one is given."""
     from multirate.experts.load import load_offloaded
     from multirate.hub import load_model
 
     keep_transformers_quiet()
     if experts is None:
-        return load_model(model, dtype, device)
+        return load_model(model, dtype, device, weights)
     if model is None:
         raise UserError("--experts needs MODEL, the model that the store was packed from")
     if dtype != "auto":
         raise UserError(
             f"--dtype {dtype} does not work with --experts: use auto, the dtype of the store"
+        )
+    if weights != "file":
+        raise UserError(
+            f"--weights {weights} does not work with --experts: use file, the weights of the store"
         )
     return load_offloaded(model, experts, device)
 

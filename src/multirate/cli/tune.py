@@ -43,6 +43,7 @@ def command(
         typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
     ] = 96,
     dtype: options.Dtype = "auto",
+    weights: options.Weights = "file",
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
@@ -68,7 +69,7 @@ def command(
 
     if method is not None:
         candidates(find(method))  # fails before anything is loaded
-    loaded = options.load(model, dtype, device)
+    loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     wanted = [method or recommended()] if method or not accelerator else []
     options.add_accelerators(

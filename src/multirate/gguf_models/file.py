@@ -22,6 +22,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType
 
 from multirate.errors import UserError
+from multirate.model.quantised import FileBytes, dequantised
 
 SUFFIX = ".gguf"
 _MAGIC, _VERSIONS = b"GGUF", (2, 3)
@@ -41,10 +42,6 @@ _NUMBERS = {
 _MAX_DIMENSIONS = 4
 _MAX_NAME = 63  # bytes of a tensor's name: GGML_MAX_NAME, with the byte that ends it
 _SAMPLE_BYTES = 128
-_GROUP_VALUES = 8192
-"""The package dequantises 16 rows at a time: short rows are joined to about so many values, which
-takes half as long.
-"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +57,7 @@ class Tensor:
 
 class GgufFile:
     """An open file. metadata: its keys and values; kinds: each key's type, and that of a list's
-    elements (else None); tensors: by name, in the file's order.
+    elements (else None); tensors: by name, in the file's order; source: its bytes.
 
     Raises UserError for a file that is missing, no GGUF file, of another version or byte order,
     one part of several, truncated, or whose header contradicts itself.
@@ -69,8 +66,8 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            self.source = FileBytes(path)
+            self._bytes = mmap.mmap(self.source.descriptor, 0, access=mmap.ACCESS_READ)
         except ValueError:  # an empty file cannot be mapped
             raise UserError(f"{path} is empty: it is not a GGUF file") from None
         except OSError as error:
@@ -123,22 +120,14 @@ class GgufFile:
                 f"{self.path}: tensor {name} is quantised as {tensor.kind.name}, which is not "
                 f"supported; accepted: {accepted}"
             )
-        whole = self.content(name)
-        rows = math.prod(tensor.shape[:-1])
-        joined = max(1, _GROUP_VALUES // max(tensor.shape[-1], 1))
-        while rows % joined:
-            joined -= 1
-        flat = whole.reshape(rows // joined, -1)
-        if tensor.kind == GGMLQuantizationType.F32:
-            return flat.view(np.float32).reshape(tensor.shape)
-        if tensor.kind == GGMLQuantizationType.F16:
-            return flat.view(np.float16).astype(np.float32).reshape(tensor.shape)
-        return gguf.dequantize(flat, tensor.kind).reshape(tensor.shape)
+        blocks = self.source.read(tensor.begin, tensor.end)
+        rows = blocks.reshape(math.prod(tensor.shape[:-1]), -1)
+        return dequantised(rows, tensor.kind).reshape(tensor.shape)
 
     def content(self, name: str) -> np.ndarray:
         """A tensor's bytes as they are in the file, uint8 [bytes], read-only."""
         tensor = self.tensors[name]
-        return np.frombuffer(self._bytes, np.uint8, tensor.end - tensor.begin, tensor.begin)
+        return self.source.read(tensor.begin, tensor.end)
 
     def identity(self) -> str:
         """32 hex digits over the header and three samples of every tensor."""

@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -27,9 +27,9 @@ _CHUNK = 16 << 20
 _BYTES = 2  # of a value in bf16
 
 
-def kept_model(name: str, identity: str | None = None) -> Path | None:
+def _kept_model(name: str, identity: str) -> Path | None:
     """The folder of a model that was converted before, compared with its checksums; None: there is
-    none, it is of another file than the one with this identity (None: of any), or it is damaged.
+    none, it is of another file than the one with this identity, or it is damaged.
     """
     folder = _root() / name
     try:
@@ -38,7 +38,7 @@ def kept_model(name: str, identity: str | None = None) -> Path | None:
         return None
     try:
         manifest = json.loads(content)
-        if manifest["format"] != _FORMAT or identity not in (None, manifest["identity"]):
+        if manifest["format"] != _FORMAT or identity != manifest["identity"]:
             return None
         sound = all(_checksum(folder / file) == sum_ for file, sum_ in manifest["files"].items())
     except FileNotFoundError:  # another process exchanges it
@@ -50,22 +50,19 @@ def kept_model(name: str, identity: str | None = None) -> Path | None:
     return folder if sound else None
 
 
-def keep_model(
-    path: Path, name: str, identity: str, check: Callable[[], None] | None = None
-) -> Path:
+def keep_model(path: Path, name: str, identity: str) -> Path:
     """The folder that a GGUF file's model is kept in, converted to bf16 if it is not yet: it
     appears whole, and a process that finds another one at it waits for that.
 
-    check: called before anything is read, to compare the file with what it should be.
     Raises OSError when it cannot be kept, UserError for the file as load_gguf does.
     """
-    found = kept_model(name, identity)
+    found = _kept_model(name, identity)
     if found is not None:
         return found
     root = _root()
     root.mkdir(parents=True, exist_ok=True)
     with _locked(root / f"{name}.lock", name):
-        found = kept_model(name, identity)
+        found = _kept_model(name, identity)
         if found is not None:
             return found
         for left in root.glob(f".{name}.part-*"):  # of a process that was killed: we hold the lock
@@ -73,8 +70,6 @@ def keep_model(
         _check_room(root, path)
         scratch = Path(tempfile.mkdtemp(dir=root, prefix=f".{name}.part-"))
         try:
-            if check is not None:
-                check()
             _convert(path, scratch, identity)
             _exchange(scratch, root / name)
         except BaseException:

@@ -15,10 +15,10 @@ from multirate.torch_modes import own_modes
 
 
 @own_modes()
-def load_gguf(path: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
-    """(causal LM, tokenizer) of a GGUF file: weights dequantised to `dtype`, chat template and the
-    ids that end a text from the file. Raises UserError naming what cannot be read or is not
-    supported.
+def load_gguf(path: Path, dtype: torch.dtype | None = torch.bfloat16) -> tuple[Any, Any]:
+    """(causal LM, tokenizer) of a GGUF file: chat template and the ids that end a text from the
+    file, weights as `load_weights` makes them: in the file (dtype None), or dequantised. Raises
+    UserError naming what cannot be read or is not supported.
     """
     file = GgufFile(path)
     architecture_of(file)

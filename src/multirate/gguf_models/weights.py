@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,8 +16,11 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from multirate.errors import UserError
 from multirate.gguf_models.config import ROPE_FACTORS, refusing
-from multirate.gguf_models.file import GgufFile
+from multirate.gguf_models.file import GgufFile, can_dequantise
+from multirate.gguf_models.file import Tensor as FileTensor
 from multirate.model.hf.empty import empty_model
+from multirate.model.machine import free_memory
+from multirate.model.quantised import BLOCKS, FLOATS, QuantisedWeight, put
 
 _EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
@@ -25,17 +29,27 @@ _EXPERTS = {
 """Parameters that hold all experts of a layer → the tensors they are made of, one below another."""
 
 
-def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -> Any:
-    """The causal LM of `config` with the file's weights as `dtype`, in evaluation mode.
+def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype | None = None) -> Any:
+    """The causal LM of `config` with the file's weights, in evaluation mode.
+
+    dtype: of all weights, dequantised; None: matrices stay in the file (`QuantisedWeight`), vectors
+        are float32, and the little else bfloat16.
 
     Raises UserError for a tensor that is missing, has another shape, is quantised in a way that is
-    not known, holds infinite values, or that the model has no place for.
+    not known, holds infinite values, or that the model has no place for, and for a model that
+    memory has no room for.
     """
+    _check_room(file, dtype)
     with refusing(file):
-        model: Any = empty_model(config, dtype)
+        model: Any = empty_model(config, dtype or torch.bfloat16)
     model.tie_weights()  # what is tied is one parameter from here on
     sources = _sources(file, model, config)
     undo = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    left = {} if dtype is not None else _left_in_file(file, sources, undo)
+    for name, weight in left.items():
+        _check_shape(file, weight.shape, shapes[name], sources[name], name)
+    put(model, left, torch.bfloat16)
 
     def parameter(name: str) -> nn.Parameter:
         with refusing(file):
@@ -44,23 +58,98 @@ def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype) -
                 for source in sources[name]
             ]
             whole = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
-        # the file's own memory cannot be written to, and is gone when the file is
-        tensor = torch.from_numpy(whole if whole.flags.writeable else whole.copy()).to(dtype)
-        if tensor.shape != shapes[name]:
-            raise UserError(
-                f"{file.path}: {' and '.join(sources[name])} form a tensor of shape "
-                f"{tuple(tensor.shape)}, but the model's {name} is {tuple(shapes[name])}"
-            )
-        return nn.Parameter(tensor.contiguous(), requires_grad=False)
+        _check_shape(file, whole.shape, shapes[name], sources[name], name)
+        wanted = dtype or (torch.float32 if whole.ndim == 1 else torch.bfloat16)
+        tensor = torch.from_numpy(whole).to(wanted).contiguous()
+        return nn.Parameter(tensor, requires_grad=False)
 
-    shapes = {name: value.shape for name, value in model.named_parameters()}
     modules = dict(model.named_modules())
+    rest = [name for name in sources if name not in left]
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as workers:
-        for name, value in zip(sources, workers.map(parameter, sources), strict=True):
+        for name, value in zip(rest, workers.map(parameter, rest), strict=True):
             path, _, leaf = name.rpartition(".")
             setattr(modules[path], leaf, value)
     model.tie_weights()
     return model.eval()
+
+
+def _left_in_file(
+    file: GgufFile, sources: Mapping[str, tuple[str, ...]], undo: TensorProcessor
+) -> dict[str, QuantisedWeight]:
+    """The parameters of `sources` that are one matrix of the file each. UserError for a format that
+    the kernel does not run.
+    """
+    found = {}
+    for name, tensors in sources.items():
+        for tensor in (file.tensors[each] for each in tensors):
+            if tensor.kind.name not in (*BLOCKS, *FLOATS):
+                raise UserError(_not_run(file, tensor))
+        tensor = file.tensors[tensors[0]]
+        if len(tensors) == 1 and len(tensor.shape) == 2:
+            rows = _row_order(undo, tensor)
+            if rows is not None:
+                found[name] = QuantisedWeight(
+                    tensor.name,
+                    tensor.kind,
+                    tensor.shape,
+                    file.source,
+                    tensor.begin,
+                    None if (np.diff(rows) == 1).all() else rows,
+                )
+    return found
+
+
+def _row_order(undo: TensorProcessor, tensor: FileTensor) -> np.ndarray | None:
+    """Which row of the file each row of the parameter is, int64 [rows] (llama.cpp permutes queries
+    and keys for its rotary embedding); None: transformers does more to this tensor than that.
+    """
+    count = tensor.shape[0]
+    numbers = np.arange(1.0, count + 1)
+    made = undo.process(np.stack([numbers, -numbers], axis=1), tensor.name).weights
+    if made.shape != (count, 2) or not np.array_equal(made[:, 0], -made[:, 1]):
+        return None
+    if not np.array_equal(np.sort(made[:, 0]), numbers):
+        return None
+    order: np.ndarray = made[:, 0].astype(np.int64) - 1
+    return order
+
+
+def _not_run(file: GgufFile, tensor: FileTensor) -> str:
+    expand = "--weights bf16 (weights='bf16' in Python) expands it"
+    other = "use another quantisation of the model"
+    return (
+        f"{file.path}: tensor {tensor.name} is quantised as {tensor.kind.name}, which the kernel "
+        f"does not run; accepted: {', '.join((*BLOCKS, *FLOATS))}; "
+        f"{expand if can_dequantise(tensor.kind) else other}"
+    )
+
+
+def _check_room(file: GgufFile, dtype: torch.dtype | None) -> None:
+    """UserError for a model that is larger than the free memory. dtype: as in load_weights."""
+    needed = sum(
+        one.end - one.begin if dtype is None else math.prod(one.shape) * dtype.itemsize
+        for one in file.tensors.values()
+    )
+    free = free_memory()
+    if free is not None and needed > free:
+        raise UserError(
+            f"{file.path} does not fit into memory: its weights take {needed / 1e9:.1f} GB"
+            f"{'' if dtype is None else ' when expanded'}, but only {free / 1e9:.1f} GB are free"
+        )
+
+
+def _check_shape(
+    file: GgufFile,
+    found: tuple[int, ...],
+    wanted: tuple[int, ...],
+    tensors: tuple[str, ...],
+    name: str,
+) -> None:
+    if found != wanted:
+        raise UserError(
+            f"{file.path}: {' and '.join(tensors)} form a tensor of shape {found}, but the "
+            f"model's {name} is {wanted}"
+        )
 
 
 def _sources(

@@ -5,16 +5,18 @@ own layers.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import torch
 from torch import nn
 
-from multirate.errors import Notice, UserError
+from multirate.errors import Notice, UserError, say_once
 from multirate.model.cuda.decoder import GraphedDecoder
 from multirate.model.decoder import Decoder, NotPlain
 from multirate.model.finite import check_weights
 from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native.decoder import NativeDecoder, OtherLogits
+from multirate.model.quantised import device_of, expanded, is_quantised, quantised_copy
 
 BACKENDS = ("auto", "hf", "native")
 
@@ -49,8 +51,11 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
             raise UserError(
                 f"backend='native' cannot run this model: {reason}; use backend='hf' or 'auto'"
             )
-    parameter = next(model.parameters(), None)
-    device = torch.device("cpu") if parameter is None else parameter.device
+    device = device_of(model)
+    if is_quantised(model):
+        why = "backend 'hf' was asked for" if backend == "hf" else reason
+        say_once(f"expanding the quantised weights to bfloat16: {why}")
+        return own_layers_decoder(device)(expanded(model))
     decoder = own_layers_decoder(device)(model)
     if backend != "hf":
         NativeDecoder.say_fallback(str(reason))
@@ -61,6 +66,19 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
                 stacklevel=3,
             )
     return decoder
+
+
+def quantised_for_kernel(model: Any, weights: str) -> Any:
+    """A quantised copy of a model (see `quantised_copy`). UserError where the kernel cannot run
+    it.
+    """
+    twin = quantised_copy(model, weights)
+    reason = why_not_native(twin)
+    if reason is not None:
+        raise UserError(
+            f"weights {weights} need the native kernel, which cannot run this model: {reason}"
+        )
+    return twin
 
 
 def own_layers_decoder(device: torch.device) -> type[HFDecoder]:

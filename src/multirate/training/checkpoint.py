@@ -23,6 +23,7 @@ from multirate.io import write_atomically
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.spec import Published, Training, find_training, trainable
+from multirate.model.quantised import dense, device_of, weight_of
 from multirate.torch_modes import own_modes
 from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
@@ -230,7 +231,7 @@ def _published(directory: Path, model: Any, dtype: torch.dtype | None) -> Accele
             f"{directory} is not an accelerator: it has no {DESCRIPTION}, and {PUBLISHED} has no "
             f"field 'speculators_model_type' of {' or '.join(name for name, _ in _layouts())}"
         )
-    config, tensors = layout.read(directory, base, model.get_input_embeddings().weight)
+    config, tensors = layout.read(directory, base, dense(weight_of(model.get_input_embeddings())))
     module = _empty(find_training(method), config, base, path)
     _check_tensors(directory, tensors, module, base)
     _fill(module, tensors, model, dtype)
@@ -251,8 +252,8 @@ def _fill(
 ) -> None:
     """Puts the tensors into the module, beside the model."""
     module.load_state_dict({name: t.clone() for name, t in tensors.items()}, assign=True)
-    first = next(iter(model.parameters()))
-    module.to(device=first.device, dtype=dtype or first.dtype).eval().requires_grad_(False)
+    dtype = dtype or next(iter(model.parameters())).dtype
+    module.to(device=device_of(model), dtype=dtype).eval().requires_grad_(False)
 
 
 def _check_tensors(

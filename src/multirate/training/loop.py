@@ -34,6 +34,7 @@ from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.model.attention_kernels import kernels_of_any_shape
 from multirate.model.load import load_decoder
+from multirate.model.quantised import expanded, is_quantised
 from multirate.torch_modes import own_modes
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import (
@@ -121,6 +122,9 @@ def train(
             "the model was created in torch.inference_mode(), so it cannot be trained with; "
             "load it outside inference mode"
         )
+    elif is_quantised(model):
+        precise = settings.precision == "fp32"
+        model = expanded(model, torch.float32 if precise else torch.bfloat16)
     elif settings.precision == "fp32":
         model.float()
     # the seed is this run's, and not that of what the caller draws afterwards
@@ -148,7 +152,8 @@ def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
     """A causal LM and its tokenizer, by folder, hub id or short name. Raises UserError if it cannot
     be loaded.
     """
-    loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu")
+    weights = "bf16" if dtype == torch.bfloat16 else "file"  # torch trains with tensors
+    loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu", weights)
     return loaded.model, loaded.tokenizer
 
 

@@ -9,14 +9,16 @@ from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import MethodRun, Unavailable
 from multirate.errors import UserError
 from multirate.hub import load_model
+from multirate.model.quantised import runnable
 
 
 def _prepare(contest: Contest) -> list[MethodRun]:
-    model, name = contest.engine.model, contest.argument
+    name = contest.argument
     if name is None:
         raise Unavailable("it needs a draft model: --rivals assistant=MODEL")
+    model = runnable(contest.engine.model)
     try:
-        drafts = load_model(name, str(model.dtype).removeprefix("torch.")).model
+        drafts = runnable(load_model(name, str(model.dtype).removeprefix("torch.")).model)
     except UserError as error:
         raise Unavailable(str(error)) from None
     contest.check_vocabulary(name, drafts.config.get_text_config().vocab_size)

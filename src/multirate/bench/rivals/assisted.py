@@ -11,6 +11,7 @@ import transformers
 from multirate.bench.method_runs import transformers_run
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import MethodRun
+from multirate.model.quantised import runnable
 
 TOKENS = 10
 """Drafted at most by prompt lookup; the value of transformers' documentation."""
@@ -19,7 +20,8 @@ EXIT_SHARE = 4
 
 
 def _prepare(contest: Contest) -> list[MethodRun]:
-    model, eos = contest.engine.model, contest.engine.stopping(stop_strings=()).eos_token_ids
+    model = runnable(contest.engine.model)
+    eos = contest.engine.stopping(stop_strings=()).eos_token_ids
     version = f"transformers {transformers.__version__}"
     row = partial(transformers_run, model, eos, contest.max_new_tokens, drafts=True)
     layers = max(1, model.config.get_text_config().num_hidden_layers // EXIT_SHARE)

@@ -11,6 +11,7 @@ from torch import Tensor
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.packing import INT8, W4A16, Owner, exact_layout
 from multirate.model.noise import Noise
+from multirate.model.quantised import QuantisedWeight
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,13 @@ class DraftHead:
         """The model's own head, or its outputs ``tokens`` [n], packed as ``owner`` packs weights
         (where that is how the model's are, and all are wanted, it is not copied).
         """
-        if tokens is None and owner.layout in (None, exact_layout()):
+        as_it_is = isinstance(decoder.head_weight, QuantisedWeight)
+        if tokens is None and (as_it_is or owner.layout in (None, exact_layout())):
             return DraftHead(decoder.head, decoder.info.vocab_size)
-        chosen: Tensor | slice = slice(None) if tokens is None else tokens.cpu()
-        bias = None if decoder.head_bias is None else decoder.head_bias[chosen]
-        linear, exact = DraftHead.packed(owner, decoder.head_weight[chosen], bias)
+        bias = decoder.head_bias
+        if bias is not None and tokens is not None:
+            bias = bias[tokens.cpu()]
+        linear, exact = DraftHead.packed(owner, decoder.head_rows(tokens), bias)
         if tokens is None:
             return DraftHead(linear, decoder.info.vocab_size, exact=exact)
         ids = tokens.cpu().to(torch.int64).contiguous()

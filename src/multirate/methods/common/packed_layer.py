@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from multirate.methods.common.layers import OwnAttention, SwiGLU
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.own_layer import OwnLayer
-from multirate.model.native.packing import Owner, interleave_gate_up
+from multirate.model.native.packing import Owner
 
 
 def packed_layer(
@@ -26,11 +24,11 @@ def packed_layer(
     """
     fields: dict[str, Any] = dict(norms)
     if mlp is not None:
-        fields["gate_up"] = owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight))
+        fields["gate_up"] = owner.gate_up(mlp.gate.weight, mlp.up.weight)
         fields["down"] = owner.linear(mlp.down.weight)
     layer = abi.new(
         "Layer",
-        qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
+        qkv=owner.linear([attention.q.weight, attention.k.weight, attention.v.weight]),
         o=owner.linear(attention.o.weight),
         **fields,
     )

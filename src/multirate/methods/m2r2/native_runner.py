@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.config import DraftWeights
@@ -24,7 +23,6 @@ from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import (
     Owner,
     draft_layout,
-    interleave_gate_up,
     mixing_layout,
 )
 
@@ -175,9 +173,9 @@ def pack_block(owner: Owner, block: GateBlock) -> abi.CData:
     attention, mlp = block.attn, block.mlp
     return abi.new(
         "Layer",
-        qkv=owner.linear(torch.cat([attention.q.weight, attention.k.weight, attention.v.weight])),
+        qkv=owner.linear([attention.q.weight, attention.k.weight, attention.v.weight]),
         o=owner.linear(attention.o.weight),
-        gate_up=owner.linear(interleave_gate_up(mlp.gate.weight, mlp.up.weight)),
+        gate_up=owner.gate_up(mlp.gate.weight, mlp.up.weight),
         down=owner.linear(mlp.down.weight),
         norm_attention=owner.floats(block.attn_norm.weight),
         norm_mlp=owner.floats(block.mlp_norm.weight),

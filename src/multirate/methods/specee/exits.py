@@ -88,7 +88,7 @@ class SpecEEExits(DepthPolicy):
         )
         for one, row, tokens in zip(known, places, candidates, strict=True):
             one.places, one.probabilities = row, None
-            one.candidates = self._rows.subset(tokens).in_float32()
+            one.candidates = self._rows(tokens).in_float32()
             near = {e + i for e in one.last_exits for i in range(-NEIGHBOURS, NEIGHBOURS + 1)}
             one.hot = self._hot | (near & self._every)
         self.exits = tuple(sorted(frozenset().union(*(one.hot for one in known))))
@@ -148,12 +148,15 @@ class Predictors:
         return 1 / (1 + math.exp(-score)) if score > -500 else 0.0, here
 
 
-def _head_rows(decoder: Decoder) -> Head:
-    """The model's LM head, for logits of a few tokens."""
+def _head_rows(decoder: Decoder) -> Callable[[Tensor], Head]:
+    """What makes of a few tokens the model's LM head over them."""
     if isinstance(decoder, NativeDecoder):
-        return Head(decoder.head_weight, decoder.head_bias)
+        bias = decoder.head_bias
+        return lambda tokens: Head(
+            decoder.head_rows(tokens), None if bias is None else bias[tokens]
+        )
     assert isinstance(decoder, HFDecoder)
-    return head_of(decoder.parts)
+    return head_of(decoder.parts).subset
 
 
 def _proposer(decoder: Decoder, module: SpecEE) -> Callable[[Tensor], Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -51,16 +51,24 @@ from multirate.model.native.families import (
 from multirate.model.native.packing import (
     W8_BLOCK,
     Owner,
-    interleave_gate_up,
     packed_bytes,
     screened,
 )
 from multirate.model.native.plain import unknown_part
 from multirate.model.native.positions import PositionTables, Tables
 from multirate.model.noise import NOT_FINITE, Noise
+from multirate.model.quantised import (
+    QuantisedWeight,
+    Weight,
+    dense,
+    is_quantised,
+    weight_bytes,
+    weight_of,
+)
 from multirate.model.rows import Rows
 from multirate.model.time_split import TimeSplit
 
+AnyWeight = TypeVar("AnyWeight", Tensor, QuantisedWeight, Weight)
 SPARE_BYTES = 64 << 20  # the largest K/V memory kept for the next generation
 UNROTATED = "unrotated"  # the kind of position tables of layers that do not rotate
 PROBE_LIMIT = 0.3
@@ -105,9 +113,9 @@ class NativeDecoder(Decoder):
     def cannot_run(config: Any, model: nn.Module, family: Family) -> str | None:
         """What of a known family's configuration the kernel cannot run; None: nothing."""
         parameter = next(model.parameters())
-        if parameter.is_meta:
+        if parameter.is_meta and not is_quantised(model):
             return NotPlain("its weights are offloaded")
-        if parameter.device.type != "cpu" or parameter.dtype != torch.bfloat16:
+        if parameter.device.type not in ("cpu", "meta") or parameter.dtype != torch.bfloat16:
             return (
                 f"the native kernel runs bfloat16 on CPU, not {parameter.dtype} on "
                 f"{parameter.device}"
@@ -170,19 +178,18 @@ class NativeDecoder(Decoder):
         self._family = self.families[config.model_type]
         self.head_dim = head_dim(config)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.table = parts.embed_tokens.weight.detach().contiguous()
         self.norm_weight = self._family.norm_weight(parts.norm)
         self._logit_scale = parts.logit_scale  # in the weights of the norm that the head reads by
         self.norm_address = self._owner.floats(self.norm_weight * self._logit_scale)
         self.head_weight, self.head_bias = (
-            parts.head.weight.detach(),
+            weight_of(parts.head),
             getattr(parts.head, "bias", None),
         )
         self.head = self._owner.linear(self.head_weight, self.head_bias)
-        self.screen = (
-            self._owner.screen(self.head_weight, self.head_bias) if screened() else abi.NULL
-        )
-        if self.screen:  # a byte and its share of a scale in place of two
+        self.screen = abi.NULL
+        if screened() and isinstance(self.head_weight, Tensor):
+            self.screen = self._owner.screen(self.head_weight, self.head_bias)
+            # a byte and its share of a scale in place of two
             self._owner.saved_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
         self._layers = list(parts.layers)
         self.positions = self._position_tables(parts, config)
@@ -192,12 +199,15 @@ class NativeDecoder(Decoder):
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
         self.unread_bytes = self._owner.saved_bytes
-        self._table, self._norm = abi.tensor(self.table), abi.at(self.norm_address)
+        self._table = self._owner.table(weight_of(parts.embed_tokens))
+        self._norm = abi.at(self.norm_address)
         self._logits = abi.floats_for(0)
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
         self._adapted: list[tuple[int, LayerAdapter]] = []
-        if self.probes:
+        # A quantised model has no forward to compare with, short of expanding it, which would take
+        # the time and memory that its format saves; the same family is compared as bf16 models.
+        if self.probes and not is_quantised(model):
             self._probe(model)
 
     @torch.no_grad()
@@ -281,7 +291,7 @@ class NativeDecoder(Decoder):
         """
         layer = self.pack_attention(index, owner, deltas)
         gate, up, down = self._family.gate_up_down(self._layers[index], deltas)
-        layer.gate_up = owner.linear(interleave_gate_up(gate, up))[0]
+        layer.gate_up = owner.gate_up(gate, up)[0]
         layer.down = owner.linear(down)[0]
         return layer
 
@@ -304,7 +314,7 @@ class NativeDecoder(Decoder):
 
     def _queries_keys_values(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[list[Weight], Tensor | None]:
         """One linear layer: queries, then keys, then values."""
         made = self._family.queries_keys_values(layer, deltas)
         for site in ("q", "k"):
@@ -314,17 +324,21 @@ class NativeDecoder(Decoder):
                 None if bias is None else self.rotary_halves(bias),
             )
         biases = [bias for _, bias in made.values() if bias is not None]
-        return torch.cat([weight for weight, _ in made.values()]), (
-            torch.cat(biases) if biases else None
-        )
+        return [weight for weight, _ in made.values()], torch.cat(biases) if biases else None
 
-    def rotary_halves(self, heads: Tensor) -> Tensor:
+    def rotary_halves(self, heads: AnyWeight) -> AnyWeight:
         """What makes queries or keys [heads · head_dim, …], each head's dimensions in the order in
         which the kernel rotates them: the first half of them against the second.
         """
         if self._head_order is None:
             return heads
-        return heads.unflatten(0, (-1, self.head_dim))[:, self._head_order].flatten(0, 1)
+        rows = torch.arange(len(heads), device="cpu").unflatten(0, (-1, self.head_dim))
+        return heads[rows[:, self._head_order].flatten()]
+
+    def head_rows(self, tokens: Tensor | None = None) -> Tensor:
+        """The head's weights [n, d] for these tokens, int64 [n]; None: for all."""
+        chosen = self.head_weight if tokens is None else self.head_weight[tokens.cpu()]
+        return dense(chosen)
 
     # -- Decoder -----------------------------------------------------------------------------------
 
@@ -487,7 +501,7 @@ class NativeDecoder(Decoder):
             "Stream",
             shape=self.shape,
             layers=self.packed_layers,
-            table=abi.tensor(self.table),
+            table=self._table,
             **fields,
         )
 
@@ -674,9 +688,17 @@ def _finite(tokens: np.ndarray) -> list[int]:
 
 def _too_large(model: nn.Module) -> str | None:
     """Whether there is no room for packed weights beside the model's own."""
+    free = free_memory()
+    if is_quantised(model):
+        needed = weight_bytes(model)
+        if free is not None and needed > free:  # to expand them would need more still
+            raise UserError(
+                f"the model does not fit into memory: packing its weights needs {needed / 1e9:.1f} "
+                f"GB, but only {free / 1e9:.1f} GB are free"
+            )
+        return None
     head = model.get_output_embeddings()  # type: ignore[operator]
     needed = packed_bytes(sum(p.numel() for p in model.parameters()), head.weight.numel())
-    free = free_memory()
     if free is None or needed <= free:
         return None
     return NotPlain(

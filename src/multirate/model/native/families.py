@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from multirate.model.hf.inspect import ropes
 from multirate.model.hf.parts import LayerParts, ModelParts
 from multirate.model.native import abi
+from multirate.model.quantised import Weight, dense, split, weight_of
 
 _ACTIVATIONS = {
     "SiLU": abi.constant("ACTIVATION_SILU"),
@@ -139,20 +140,21 @@ class Family:
 
     def queries_keys_values(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
-    ) -> dict[str, tuple[Tensor, Tensor | None]]:
+    ) -> dict[str, tuple[Weight, Tensor | None]]:
         """The weights of a layer's queries, keys and values, [outputs, d] of each, and their
         biases, or None. deltas: site (q, o, gate, up, down) → what is added to its weight.
         """
         attention: Any = layer.attention
         if self.fused_attention:
             queries = layer.sites["q"].out_features
-            q, kv = attention.qkv_proj.weight.detach().tensor_split([queries])
-            weights = dict(zip("qkv", (q, *kv.chunk(2)), strict=True))
+            fused = weight_of(attention.qkv_proj)
+            others = (len(fused) - queries) // 2
+            weights = dict(zip("qkv", split(fused, [queries, others, others]), strict=True))
             return {site: (_changed(site, w, deltas), None) for site, w in weights.items()}
         linears = {"q": attention.q_proj, "k": attention.k_proj, "v": attention.v_proj}
         return {
             site: (
-                _changed(site, one.weight.detach(), deltas),
+                _changed(site, weight_of(one), deltas),
                 None if one.bias is None else one.bias.detach(),
             )
             for site, one in linears.items()
@@ -160,14 +162,15 @@ class Family:
 
     def gate_up_down(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Weight, Weight, Weight]:
         """The weights of a layer's MLP; deltas: as above."""
         mlp: Any = layer.mlp
         if self.fused_mlp:
-            gate, up = mlp.gate_up_proj.weight.detach().chunk(2)
+            fused = weight_of(mlp.gate_up_proj)
+            gate, up = split(fused, [len(fused) // 2] * 2)
         else:
-            gate, up = mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()
-        down = mlp.down_proj.weight.detach()
+            gate, up = weight_of(mlp.gate_proj), weight_of(mlp.up_proj)
+        down = weight_of(mlp.down_proj)
         gate, up, down = (
             _changed(site, weight, deltas)
             for site, weight in (("gate", gate), ("up", up), ("down", down))
@@ -176,10 +179,10 @@ class Family:
 
     def output(
         self, layer: LayerParts, deltas: Mapping[str, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Weight, Tensor | None]:
         """The weight of attention's output projection and its bias, or None; deltas: as above."""
         linear: Any = layer.linears["o"]
-        return _changed("o", linear.weight.detach(), deltas), linear.bias
+        return _changed("o", weight_of(linear), deltas), linear.bias
 
 
 _POST_NORMS: dict[str, Any] = {
@@ -277,5 +280,7 @@ def embed_scale(parts: ModelParts) -> float:
     return parts.embed_scale * (1.0 if own is None else float(own.to(parts.dtype)))
 
 
-def _changed(site: str, weight: Tensor, deltas: Mapping[str, Tensor] | None) -> Tensor:
-    return weight if not deltas or site not in deltas else weight.float() + deltas[site].float()
+def _changed(site: str, weight: Weight, deltas: Mapping[str, Tensor] | None) -> Weight:
+    if not deltas or site not in deltas:
+        return weight
+    return dense(weight, torch.float32) + deltas[site].float()

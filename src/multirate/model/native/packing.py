@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import abi, library
+from multirate.model.quantised import QuantisedWeight, Weight, dense
 
 GROUP = 64
 BF16, INT16, INT12, INT8, W8A8, W8A16, W4A8, W4A16 = (
@@ -184,12 +185,31 @@ class Owner:
         self.tensors += [] if memory is None else [memory]
         return abi.packed(memory)
 
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> abi.CData:
-        """weight [out, in], bias [out] → the kernel's form, as the sources that multiply it draw
-        it.
+    # -- Until the kernel reads blocks: quantised weights are expanded here, and nowhere else ------
 
-        Outputs are padded with zeros to whole groups.
+    def linear(self, parts: Weight | Sequence[Weight], bias: Tensor | None = None) -> abi.CData:
+        """parts: a weight [out, in], or several, whose outputs come one below another; bias [out] →
+        the kernel's form, as the sources that multiply it draw it.
+
+        Outputs are padded with zeros to whole groups. UserError for a weight that holds no numbers.
         """
+        if isinstance(parts, (Tensor, QuantisedWeight)):
+            return self._linear(dense(parts), bias)
+        tensors = [dense(part) for part in parts]
+        wide = any(one.dtype != torch.bfloat16 for one in tensors)
+        return self._linear(torch.cat([one.float() if wide else one for one in tensors]), bias)
+
+    def gate_up(self, gate: Weight, up: Weight) -> abi.CData:
+        """Gates and ups [I, in] as one linear layer, as the kernel reads them."""
+        return self.linear(interleave_gate_up(dense(gate), dense(up)))
+
+    def table(self, embedding: Weight) -> abi.CData:
+        """Where the rows of the input embedding [V, d] lie."""
+        return self.address(dense(embedding, torch.bfloat16).contiguous())
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _linear(self, weight: Tensor, bias: Tensor | None) -> abi.CData:
         outputs, inputs = weight.shape
         unpacked, _held = _unpacked(weight)
         for layout, nearest in self._attempts(inputs):

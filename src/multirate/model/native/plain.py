@@ -34,6 +34,7 @@ from multirate.model.native.families import (
     attention_scale,
     epsilon,
 )
+from multirate.model.quantised import QuantisedWeight, weight_of
 
 _WEIGHTED = (nn.Linear, nn.Embedding)
 
@@ -142,6 +143,8 @@ def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | No
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
             return f"has a {name} that is a {type(parameter).__name__}, not a plain tensor"
+        if parameter.is_meta and isinstance(weight_of(module), QuantisedWeight):
+            continue
         if parameter.device.type != "cpu":
             return f"has its {name} on {parameter.device}, not on the CPU"
         if kind is not None and parameter.dtype != torch.bfloat16:

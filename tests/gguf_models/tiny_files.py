@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +56,23 @@ _LONG = {
 }
 
 
-def configs() -> dict[str, tuple[str, tf.PretrainedConfig]]:
-    """By name: llama.cpp's architecture, and the config."""
+def configs(**sizes: int) -> dict[str, tuple[str, tf.PretrainedConfig]]:
+    """By name: llama.cpp's architecture, and the config. sizes: other ones than the tiny."""
+    shape = _SHAPE | sizes
     return {
-        "llama": ("llama", tf.LlamaConfig(**_SHAPE, tie_word_embeddings=True)),
-        "llama_untied": ("llama", tf.LlamaConfig(**_SHAPE, rope_parameters=_rope(5e5))),
-        "llama3": ("llama", tf.LlamaConfig(**_SHAPE, rope_parameters=_rope(5e5, **_LLAMA3))),
+        "llama": ("llama", tf.LlamaConfig(**shape, tie_word_embeddings=True)),
+        "llama_untied": ("llama", tf.LlamaConfig(**shape, rope_parameters=_rope(5e5))),
+        "llama3": ("llama", tf.LlamaConfig(**shape, rope_parameters=_rope(5e5, **_LLAMA3))),
         "llama_linear": (
             "llama",
-            tf.LlamaConfig(**_SHAPE, rope_parameters=_rope(1e4, rope_type="linear", factor=4.0)),
+            tf.LlamaConfig(**shape, rope_parameters=_rope(1e4, rope_type="linear", factor=4.0)),
         ),
-        "qwen2": ("qwen2", tf.Qwen2Config(**_SHAPE, rope_parameters=_rope(1e6))),
-        "qwen3": ("qwen3", tf.Qwen3Config(**_SHAPE, head_dim=32, rope_parameters=_rope(1e6))),
+        "qwen2": ("qwen2", tf.Qwen2Config(**shape, rope_parameters=_rope(1e6))),
+        "qwen3": ("qwen3", tf.Qwen3Config(**shape, head_dim=32, rope_parameters=_rope(1e6))),
         "gemma2": (
             "gemma2",
             tf.Gemma2Config(
-                **_SHAPE,
+                **shape,
                 head_dim=32,
                 sliding_window=WINDOW,
                 query_pre_attn_scalar=32,
@@ -81,7 +83,7 @@ def configs() -> dict[str, tuple[str, tf.PretrainedConfig]]:
         "gemma3": (
             "gemma3",
             tf.Gemma3TextConfig(
-                **_SHAPE | {"num_hidden_layers": 6},
+                **shape | {"num_hidden_layers": 6},
                 head_dim=32,
                 sliding_window=WINDOW,
                 query_pre_attn_scalar=32,
@@ -91,23 +93,23 @@ def configs() -> dict[str, tuple[str, tf.PretrainedConfig]]:
                 },
             ),
         ),
-        "phi3": ("phi3", tf.Phi3Config(**_SHAPE, sliding_window=WINDOW)),
+        "phi3": ("phi3", tf.Phi3Config(**shape, sliding_window=WINDOW)),
         "phi3_long": (
             "phi3",
             tf.Phi3Config(
-                **_SHAPE,
+                **shape,
                 rope_parameters=_rope(1e4, **_LONG),
                 original_max_position_embeddings=16,
             ),
         ),
         "mixtral": (
             "llama",
-            tf.MixtralConfig(**_SHAPE, num_local_experts=4, num_experts_per_tok=2),
+            tf.MixtralConfig(**shape, num_local_experts=4, num_experts_per_tok=2),
         ),
         "qwen3moe": (
             "qwen3moe",
             tf.Qwen3MoeConfig(
-                **_SHAPE,
+                **shape,
                 head_dim=32,
                 num_experts=4,
                 num_experts_per_tok=2,
@@ -122,10 +124,10 @@ def configs() -> dict[str, tuple[str, tf.PretrainedConfig]]:
 NAMES = tuple(configs())
 
 
-def tiny(name: str) -> Any:
+def tiny(name: str, **sizes: int) -> Any:
     """A random float32 model whose norms and biases are off their neutral start."""
     torch.manual_seed(NAMES.index(name))
-    model = tf.AutoModelForCausalLM.from_config(configs()[name][1]).float().eval()
+    model = tf.AutoModelForCausalLM.from_config(configs(**sizes)[name][1]).float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -136,7 +138,7 @@ def tiny(name: str) -> Any:
 def write(
     path: Path,
     name: str = "llama",
-    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    kind: GGMLQuantizationType | Mapping[str, GGMLQuantizationType] = GGMLQuantizationType.F32,
     *,
     model: Any = None,
     leave_out: tuple[str, ...] = (),
@@ -144,8 +146,9 @@ def write(
     tensors: dict[str, np.ndarray] | None = None,
     architecture: str | None = None,
 ) -> Path:
-    """The file of a tiny model; its matrices as `kind`. leave_out: tensors; more: keys; tensors:
-    further ones; architecture: what it says it is.
+    """The file of a tiny model; its matrices as `kind`, which may differ by parts of their names
+    ("": all others; K-quants hold random numbers instead of the model's). leave_out: tensors; more:
+    keys; tensors: further ones; architecture: what it says it is.
     """
     real, _ = configs()[name]
     model = model or tiny(name)
@@ -160,13 +163,37 @@ def write(
         if values.ndim < 2 or "ffn_gate_inp" in tensor:
             writer.add_tensor(tensor, values.astype(np.float32))
         else:
-            data = gguf.quantize(values, kind)
-            writer.add_tensor(tensor, data, raw_dtype=kind)
+            kinds = kind if isinstance(kind, Mapping) else {"": kind}
+            own = next(kinds[part] for part in sorted(kinds, key=len)[::-1] if part in tensor)
+            data = (
+                random_blocks(own, values.shape) if own in _SCALES else gguf.quantize(values, own)
+            )
+            writer.add_tensor(tensor, data, raw_dtype=own)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+_SCALES = {
+    GGMLQuantizationType.Q4_K: {0: 1e-4, 2: 8e-4},
+    GGMLQuantizationType.Q5_K: {0: 5e-5, 2: 8e-4},
+    GGMLQuantizationType.Q6_K: {208: 2e-5},
+}
+"""Formats that the package gguf cannot write: where a block has its half-precision scales, and
+values for these that make numbers of about 0.05.
+"""
+
+
+def random_blocks(kind: GGMLQuantizationType, shape: tuple[int, ...]) -> np.ndarray:
+    """A K-quant's blocks [rows, row_bytes], any bits but for the scales."""
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(int(kind))
+    blocks = draw.integers(0, 256, (*shape[:-1], shape[-1] // block, size), np.uint8)
+    for at, scale in _SCALES[kind].items():
+        blocks[..., at : at + 2] = np.frombuffer(np.float16(scale).tobytes(), np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
 
 
 def _metadata(writer: gguf.GGUFWriter, architecture: str, config: Any) -> None:

@@ -140,14 +140,13 @@ def _of_other_class(module: nn.Module, kind: type[nn.Module] | None, home: str) 
 
 
 def _unusual_weight(module: nn.Module, kind: type[nn.Module] | None) -> str | None:
+    quantised = "quantised" in vars(module) and isinstance(weight_of(module), QuantisedWeight)
     for name, parameter in module.named_parameters(recurse=False):
         if type(parameter) not in (nn.Parameter, Tensor) or parameter.layout != torch.strided:
             return f"has a {name} that is a {type(parameter).__name__}, not a plain tensor"
-        if parameter.is_meta and isinstance(weight_of(module), QuantisedWeight):
-            continue
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not (quantised and name == "weight"):
             return f"has its {name} on {parameter.device}, not on the CPU"
-        if kind is not None and parameter.dtype != torch.bfloat16:
+        if kind is not None and parameter.dtype != torch.bfloat16 and not quantised:
             return f"has a {name} of {str(parameter.dtype).removeprefix('torch.')}, not bfloat16"
     if getattr(module, "max_norm", None) is not None:
         return "scales its rows as they are looked up (max_norm)"

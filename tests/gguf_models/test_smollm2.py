@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from multirate.cli.main import app
 from multirate.gguf_models.load import load_gguf
 from multirate.hub import load_model
+from multirate.model.quantised import formats
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +60,7 @@ def test_it_is_the_default_and_answers(
     assert "Paris" in named.stdout and named.stdout == default.stdout
     report = CliRunner().invoke(app, ["info", "smollm2"])
     assert "134.5M" in report.stdout and "smollm2" in report.stdout
+    assert "Q4_1 210 tensors" in report.stdout and "native" in report.stdout
     question = tmp_path / "q.jsonl"
     question.write_text(json.dumps({"instruction": "Name a colour.", "output": "Red."}) + "\n")
     out = tmp_path / "own.jsonl"
@@ -68,3 +70,4 @@ def test_it_is_the_default_and_answers(
     )
     assert done.exit_code == 0 and out.read_text().strip(), done.output
     assert load_model("smollm2", "float32").model.dtype == torch.float32
+    assert formats(load_model("smollm2").model) == {"Q4_1": 210, "F32": 61, "Q8_0": 1}

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from gguf_models import tiny_files
 from typer.testing import CliRunner, Result
 
@@ -43,3 +44,20 @@ def test_every_command_takes_a_gguf_file(tmp_path: Path, monkeypatch: pytest.Mon
     mixture, store = str(tiny_files.write(tmp_path / "x.gguf", "mixtral")), str(tmp_path / "store")
     run("pack", mixture, "--out", store)
     run("generate", mixture, "--experts", store, "-p", "hi", "-n", "4")
+
+
+def test_weights_are_named_and_wrong_ones_refused(tmp_path: Path) -> None:
+    model = str(tiny_files.write(tmp_path / "m.gguf", kind=GGMLQuantizationType.Q8_0))
+    shown = run("info", model).stdout
+    assert "Q8_0 15 tensors, F32 5" in shown
+    asked = ("generate", model, "-p", "hi", "-n", "4", "--stats")
+    assert "weights Q8_0 15 tensors" in run(*asked).stderr
+    assert "weights bfloat16" in run(*asked, "--weights", "bf16").stderr
+    assert "weights bfloat16" in run(*asked, "--backend", "hf").stderr
+    for given, words in (
+        (("--weights", "q4_0"), "own quantisation"),
+        (("--weights", "q3"), "accepted: file, bf16, q8_0, q4_0, q4_1"),
+        (("--weights", "bf16", "--dtype", "float32"), "contradict each other"),
+    ):
+        done = CliRunner().invoke(app, [*asked, *given])
+        assert done.exit_code == 2 and words in " ".join(done.stderr.split()), done.output

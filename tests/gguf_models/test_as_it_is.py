@@ -130,6 +130,21 @@ def test_drafts_do_not_change_its_text(method: str, tmp_path: Path) -> None:
         assert drafted == plain
 
 
+def test_custom_generate_runs_it_and_leaves_the_rest_to_an_expanded_copy(tmp_path: Path) -> None:
+    skip_without_kernel()
+    path = wide_file(tmp_path / "m.gguf")
+    engine = multirate.attach(path)
+    ids, ours = torch.tensor([[5, 6, 7, 8]]), multirate.custom_generate()
+    tokens = engine.generate(ids.tolist(), stop=engine.stopping(8)).sequences[0]
+    asked = {"max_new_tokens": 8, "do_sample": False}
+    found = engine.model.generate(ids, custom_generate=ours, **asked)
+    assert found[0, 4:].tolist() == tokens
+    expected = load_gguf(path)[0].generate(ids, num_beams=2, **asked)
+    with pytest.warns(UserWarning, match="beam search is left to the model's own generate"):
+        found = engine.model.generate(ids, num_beams=2, custom_generate=ours, **asked)
+    assert torch.equal(found, expected)
+
+
 class _Undo:
     """A processor of transformers that does one thing to every tensor."""
 

@@ -29,6 +29,7 @@ from multirate.integration.settings import (
 from multirate.methods import spec
 from multirate.model.decoder import DecoderInfo
 from multirate.model.load import BACKENDS
+from multirate.model.quantised import runnable
 from multirate.training.checkpoint import Accelerator
 
 
@@ -315,7 +316,7 @@ class _OwnLoop:
         if self._streamer is not None:
             arguments["streamer"] = self._streamer
         return loop(
-            self.model,
+            runnable(self.model),
             input_ids,
             logits_processor=self._processor,
             stopping_criteria=self._criteria,

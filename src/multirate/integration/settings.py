@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
+from multirate.model.quantised import device_of
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What `generate` calls the key/value cache: from transformers 5.24 on, and before."""
@@ -101,7 +102,7 @@ def check_autocast(model: Any) -> None:
     """Unsupported where the caller's autocast computes in another dtype than the model's weights
     have: the text is another one there.
     """
-    place = model.device.type
+    place = device_of(model).type
     if torch.is_autocast_enabled(place) and torch.get_autocast_dtype(place) != model.dtype:
         raise Unsupported(f"torch.autocast in {torch.get_autocast_dtype(place)}")
 

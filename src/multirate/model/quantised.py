@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -398,5 +398,6 @@ def runnable(model: Any) -> Any:
     if not is_quantised(model):
         return model
     if model not in _TWINS:
+        say_once("expanding a copy of the quantised weights to bfloat16 for transformers' own code")
         _TWINS[model] = expanded(model)
     return _TWINS[model]

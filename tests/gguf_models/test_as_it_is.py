@@ -76,7 +76,7 @@ def test_blocks_are_the_files_and_numbers_the_packages(kind: str, tmp_path: Path
         assert weight.nbytes == tensor.n_bytes and weight.format == kind
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type).reshape(weight.shape)
         whole = weight.dequantise(torch.float32)
-        assert torch.equal(whole, torch.from_numpy(numbers)), name
+        assert np.array_equal(whole.numpy(), numbers), name
         rows = torch.tensor([5, 0, 17, 5])
         assert torch.equal(weight.dequantise(torch.float32, rows), whole[rows])
         assert torch.equal(

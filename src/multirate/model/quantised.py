@@ -41,6 +41,7 @@ _GROUP_VALUES = 8192
 """The package gguf dequantises 16 rows at a time: short rows are joined to about so many values,
 which takes half as long.
 """
+_READ = 4 << 20  # bytes of one read
 _CHUNK_VALUES = 1 << 22
 """Values in float32 at once while a large weight is dequantised."""
 
@@ -61,11 +62,11 @@ class FileBytes:
     def read(self, begin: int, end: int) -> np.ndarray:
         """Bytes [begin, end), uint8. UserError if the file is not the one that was opened."""
         found = np.empty(end - begin, np.uint8)
-        done, count = 0, 1
+        done = 0
         try:
-            while done < len(found) and count:  # one call reads at most 2 GB
-                count = os.preadv(self.descriptor, [found[done:].data], begin + done)
-                done += count
+            while part := os.pread(self.descriptor, min(len(found) - done, _READ), begin + done):
+                found[done : done + len(part)] = np.frombuffer(part, np.uint8)
+                done += len(part)
         except OSError as error:
             reason = (error.strerror or str(error)).lower()
             raise UserError(f"cannot read {self.path}: {reason}") from None

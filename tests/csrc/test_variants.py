@@ -280,12 +280,15 @@ def test_logits_that_are_refined(same_bits: Callable[..., None], kind: str) -> N
 
 
 @pytest.mark.parametrize("inputs", [64, 250, 704])
-def test_products_of_integers(same_bits: Callable[..., None], inputs: int) -> None:
-    """All variants that have fixed point round rows alike; their sums are exact."""
+@pytest.mark.parametrize("layout", [None, BF16])
+def test_dense_products(same_bits: Callable[..., None], inputs: int, layout: int | None) -> None:
+    """Integer sums are exact, and rows are rounded alike; bf16 products are fused. Only a build
+    for no processor in particular has neither.
+    """
     x = randn(25, inputs, seed=1)
     x[3, 7], x[4] = 1e4, 0
 
     def compute() -> Results:
-        return [linear(bf16_values(130, inputs), x)]
+        return [linear(bf16_values(130, inputs), x, layout=layout)]
 
     same_bits(compute, without=("portable",))

@@ -17,7 +17,7 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -91,8 +91,8 @@ INLINE fv all(float f) {
     return (fv){f, f, f, f};
 #endif
 }
-// a · b + c, rounded once. Without an instruction for it, that takes a hundred times as long.
-#if (LANES == 16 || defined(__FMA__) || (defined(__aarch64__) && defined(__ARM_NEON)))
+// a · b + c, rounded once: a call of fmaf for each lane where no instruction does it.
+#if LANES == 16 || defined(__FMA__) || defined(__aarch64__)
 #define HAVE_FMA 1
 #else
 #define HAVE_FMA 0
@@ -100,9 +100,9 @@ INLINE fv all(float f) {
 INLINE fv fma_v(fv a, fv b, fv c) {
 #if LANES == 16
     return (fv)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif LANES == 8 && HAVE_FMA
+#elif LANES == 8 && defined(__FMA__)
     return (fv)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif HAVE_FMA && defined(__aarch64__)
+#elif defined(__aarch64__)
     return (fv)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     fv sum;

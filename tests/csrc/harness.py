@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.packing import W4A8, W4A16, Owner
+from multirate.model.native.formats import WeightFormat
+from multirate.model.native.packing import Owner
 
 
 def bf16_values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -31,22 +32,6 @@ def selection(outputs: int, inputs: int, seed: int = 0, scale: float = 1.0) -> T
     return torch.zeros(outputs, inputs).scatter(1, at, signs * 2.0**steps)
 
 
-def of_half_bytes(outputs: int, inputs: int, seed: int = 0) -> Tensor:
-    """Weights that a file of 4 bits has, rounded to bf16."""
-    generator = torch.Generator().manual_seed(seed)
-    steps = torch.randint(0, 16, (outputs, inputs // 32, 32), generator=generator).float()
-    units = torch.rand(outputs, inputs // 32, 1, generator=generator) + 0.1
-    least = -8 * units * (1 + 0.2 * torch.randn(units.shape, generator=generator))
-    weights = (steps * units.half().float() + least.half().float()) / 8
-    return weights.view(outputs, inputs).to(torch.bfloat16).float()
-
-
-def byte_products() -> None:
-    """Skips a test where layers of 8 and 4 bits cannot be multiplied."""
-    if not library.kernel().mr_byte_products():
-        pytest.skip("this variant multiplies no bytes")
-
-
 def pointer(tensor: Tensor | None) -> abi.CData:
     return abi.at(None if tensor is None else tensor.data_ptr())
 
@@ -59,14 +44,13 @@ def linear(
     eps: float = 1e-5,
     into: Tensor | None = None,
     threads: int = 2,
-    layout: int | None = None,
+    format: WeightFormat | None = None,
     twelve_bits: bool = True,
 ) -> Tensor:
-    """mr_linear: x [N, in] → [N, out], added to `into` where given. layout: of the packed weights;
+    """mr_linear: x [N, in] → [N, out], added to `into` where given. format: of the packed weights;
     None: this variant's own. twelve_bits: as of `Owner`.
     """
-    half_bytes = layout in (W4A8, W4A16)  # found again where the weights are such numbers
-    owner = Owner(layout, half_bytes=half_bytes, twelve_bits=twelve_bits)
+    owner = Owner(format, twelve_bits=twelve_bits)
     workspace = library.Workspace(threads)
     packed = owner.linear(weight, bias)
     y = torch.empty(len(x), packed.outputs)

@@ -27,18 +27,30 @@ typedef uint16_t bf16;
 #define WEIGHTS_BF16 0  // gemm.c draws their layout
 #define WEIGHTS_INT16 1 // fixed_point.c; where mr_integer_products() is 1
 #define WEIGHTS_INT12 2 // the same integers, where they fit; where mr_int12_products() is 1
-#define WEIGHTS_INT8 3
-#define WEIGHTS_W8A8 4  // w8a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W8A16 5 // the same weights, for 16-bit rows in two int8 limbs
-#define WEIGHTS_W4A8 6  // w4a8.c; where mr_byte_products() is 1
-#define WEIGHTS_W4A16 7 // the same weights, for 16-bit rows in two int8 limbs
-#define W8_BLOCK 32     // inputs that share a scale in these four
+#define WEIGHTS_Q8_0 3  // these and the next are what GGUF files call so (weights/format.h)
+#define WEIGHTS_Q4_0 4
+#define WEIGHTS_Q4_1 5
+#define WEIGHTS_Q5_0 6
+#define WEIGHTS_Q5_1 7
+#define WEIGHTS_Q4_K 8
+#define WEIGHTS_Q5_K 9
+#define WEIGHTS_Q6_K 10
+#define WEIGHT_FORMATS 11
+#define QUANTISED_BLOCK 32 // inputs that share a scale in quantised weights
+
+// 16 outputs of a linear layer, as the packer lays them out.
+typedef struct {
+    const void *weight, *scale;
+    int32_t format;
+} Column;
 
 // A linear layer y = W x + bias. Outputs come in groups of 64.
 typedef struct {
-    const uint32_t *weight;
+    const void *weight;
     const float *bias;       // [outputs] or NULL
-    const float *scale;      // [outputs] for integer weights, else NULL; w8a8.c, w4a8.c differ
+    const void *scale;       // of integer weights [outputs] in fp32; of quantised ones format.h's
+    const Column *columns;   // [outputs / 16] where these differ in format, or lie apart; NULL: all
+                             // as above
     int32_t inputs, outputs; // outputs is padded to a multiple of 64 by the packer
     int32_t format;          // of the weights
 } Linear;
@@ -49,10 +61,17 @@ typedef struct {
     int32_t wide, outputs, inputs;
 } Unpacked;
 
+// The embedding: bf16 [vocab, hidden], or the outputs of a quantised layer.
+typedef struct {
+    const bf16 *rows; // NULL: those of `packed`
+    Linear packed;
+    int32_t vocab;
+} Table;
+
 // An 8-bit copy of a head, with which screen.c finds the best token without reading the whole head.
 // w: the weights of an output as the head multiplies them; ŵ: the copy's.
 typedef struct {
-    Linear linear;      // WEIGHTS_W8A8, with the head's bias
+    Linear linear;      // WEIGHTS_Q8_0, with the head's bias
     const float *error; // [outputs] an upper bound of ‖w − ŵ‖
     const float *norm;  // [outputs] an upper bound of ‖ŵ‖
 } Screen;
@@ -151,7 +170,7 @@ typedef struct {
     const Shape *shape;
     const Layer *layers;
     const Adapter *const *adapters; // [layers], or NULL: none
-    const bf16 *table;              // [vocab, hidden] the embedding
+    const Table *table;             // the embedding
     Linear carry;                   // applied to the carried residual; weight NULL: none
     const float *carry_norm;        // [hidden]
     Linear fuse_stream;             // after the exit layer, x = fuse_stream(x) …
@@ -388,7 +407,6 @@ typedef struct {
 // What this build is.
 int mr_integer_products(void); // whether linear layers may be, and best are, WEIGHTS_INT16
 int mr_int12_products(void);   // whether they may be WEIGHTS_INT12
-int mr_byte_products(void);    // whether they may be WEIGHTS_W8A8, W8A16, W4A8, W4A16
 
 // workspace.c, threads.c. Calls with different workspaces may run at the same time.
 typedef struct Workspace Workspace;
@@ -411,11 +429,33 @@ void mr_workspace_close(Workspace *work);
 void mr_spent(const Workspace *work, double *to);
 void mr_after_fork(void);
 
-// pack.c: lays out weights as `format`, with outputs padded with zeros to a multiple of 64. to:
-// room for them in whole cache lines. scale: room for Linear.scale, NULL for WEIGHTS_BF16. nearest:
-// for 4-bit formats, round weights to the nearest 4-bit numbers. Returns 0, after writing a part,
-// if the weights do not fit WEIGHTS_INT12, or are no 4-bit numbers and `nearest` is not set.
-int mr_pack(Workspace *work, const Unpacked *from, int format, int nearest, void *to, void *scale);
+// pack.c: lays out weights as WEIGHTS_BF16, INT16 or INT12, with outputs padded with zeros to a
+// multiple of 64. to: room for them in whole cache lines. scale: room for Linear.scale, NULL for
+// WEIGHTS_BF16. Returns 0, after writing a part, if the weights do not fit WEIGHTS_INT12.
+int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *scale);
+// weights/pack_rows.c: lays out quantised weights. rows [count]: where a GGUF tensor's blocks of
+// each output begin, in any order; NULL: an output whose weights are 0. Returns -1, or, after
+// writing a part, the first of them with a scale that is not finite.
+int mr_pack_rows(Workspace *work, const void *const *rows, int count, int inputs, int format,
+                 void *to, void *scale);
+// A format's name, and what a layer's inputs are a multiple of.
+const char *mr_format_name(int format);
+int mr_format_piece(int format);
+// Bytes of 16 packed outputs' weights, and of their scales.
+int64_t mr_column_bytes(int format, int inputs);
+int64_t mr_scale_bytes(int format, int inputs);
+// Bytes of an output's blocks in a GGUF file, of quantised weights.
+int64_t mr_row_bytes(int format, int inputs);
+// Makes blocks of WEIGHTS_Q8_0, Q4_0 or Q4_1 from floats, bit for bit as the package gguf does.
+void mr_quantise(Workspace *work, const Unpacked *from, int format, void *blocks);
+// Where column `column` of a layer lies.
+void mr_column(const Linear *linear, int column, Column *to);
+// The weights of an output of a quantised layer: to [inputs].
+void mr_decode_output(const Linear *linear, int output, float *to);
+// weights/arch.c: the instruction set that quantised weights are multiplied with, and for tests
+// another one, or NULL for the best; 0: this processor lacks it.
+const char *mr_arch(void);
+int mr_choose_arch(const char *name);
 // For a head: Screen's error and norm, [outputs] each, rounded up.
 void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm);
 
@@ -443,9 +483,8 @@ void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, i
              int seq, const int32_t *from, const int32_t *to, int count);
 
 // head.c: embeddings, best tokens, a whole greedy pass.
-// A token's row of table [vocab, d]; zeros for ids outside the vocabulary.
-void mr_embed(const bf16 *table, int vocab, const int64_t *ids, int count, int d, float scale,
-              float *x);
+// A token's row of the table, [d]; zeros for ids outside the vocabulary.
+void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x);
 // The k best of each row of logits [count, stride], first `vocab` of them, best first (ties: lower
 // id), and their probabilities under softmax(sharpness · logits): 0 where logits are no numbers.
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
@@ -464,7 +503,7 @@ void mr_head_top(Workspace *work, const Linear *head, const float *norm, float e
 // row's logits (ties: the lowest id), with noise [rows] as mr_noisy_argmax, NULL: without. logits:
 // scratch [rows, head->outputs].
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
-                    const LayerCache *caches, const Rows *rows, const bf16 *table,
+                    const LayerCache *caches, const Rows *rows, const Table *table,
                     const int64_t *ids, float *x, int start, int stop, const Linear *head,
                     const Screen *screen, const float *norm, const Noise *noise, float *logits,
                     int64_t *tokens);

@@ -1,10 +1,6 @@
 // What this build is.
 #include "tile.h"
 
-int mr_byte_products(void) {
-    return BYTE_PRODUCTS;
-}
-
 int mr_int12_products(void) {
     return INT12_PRODUCTS;
 }

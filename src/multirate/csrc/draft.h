@@ -37,7 +37,7 @@ static inline Rows rows_of(const RowTable *t, int begin, int count, int capacity
 // The embeddings of ids [count], as they enter layer 0.
 static inline void embed(const Stream *stream, const int64_t *ids, int count, float *x) {
     const Shape *shape = stream->shape;
-    mr_embed(stream->table, shape->vocab, ids, count, shape->hidden, shape->embed_scale, x);
+    mr_embed(stream->table, ids, count, shape->hidden, shape->embed_scale, x);
 }
 
 // Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the target

@@ -1,6 +1,5 @@
 // Linear layers in fixed point, on every processor that multiplies int16: 16-bit rows and weights,
-// where the two bytes of a weight do twice the arithmetic of fp32; and 8-bit weights for drafts,
-// which need not be exact.
+// where the two bytes of a weight do twice the arithmetic of fp32.
 //
 // Weights have one scale per output, rows one per row, chosen so that no sum can leave int32
 // (Cauchy-Schwarz: |w·x| ≤ ‖w‖ ‖x‖ < 2³¹). The sums are exact, so a row's bits do not depend on the
@@ -27,9 +26,6 @@
 //     | p0a p0b p1a p1b … p31a p31b |
 //     | p0c p0d p1c p1d … p31c p31d |
 //     | c0a+c0b c0c+c0d … c31a+c31b c31c+c31d |   the first in the lower half
-//
-// Packed int8 weights (WEIGHTS_INT8) have the same order in half the bytes; a line becomes int16 as
-// it is read.
 #include "fixed_tile.h"
 #include "gemm.h"
 #if INTEGER_PRODUCTS
@@ -137,14 +133,10 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
     Outliers *outliers = mine->outliers =
         grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
     out->outliers = outliers;
-    int tiles = (rows + FIXED_LANES - 1) / FIXED_LANES, share = rows;
-    if (tiles > 1) // lanes beyond a tile's rows are work for nothing: only the last has some
-        share = fixed_lanes((rows + tiles - 1) / tiles);
     int16_t *to = copy + all_rows;
-    out->tiles = 0;
-    for (int first = 0; first < rows; first += share) {
+    for (int t = 0; t < out->tiles; t++) {
         const int16_t *of_tile[FIXED_LANES];
-        int taken = rows - first < share ? rows - first : share;
+        int first = out->begin[t], taken = out->begin[t + 1] - first;
         for (int i = 0; i < taken; i++) {
             int n = first + i;
             int16_t *q = copy + (size_t)n * in;
@@ -152,12 +144,9 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
             of_tile[i] = q;
         }
         fixed_arrange(of_tile, taken, in, to);
-        out->begin[out->tiles] = first;
-        out->lanes[out->tiles] = taken;
-        out->arranged[out->tiles++] = to;
+        out->arranged[t] = to;
         to += (size_t)fixed_lanes(taken) * in;
     }
-    out->begin[out->tiles] = rows;
 }
 
 typedef int16_t Line __attribute__((vector_size(64))); // 16 outputs, 2 inputs each
@@ -165,11 +154,6 @@ typedef int16_t Line __attribute__((vector_size(64))); // 16 outputs, 2 inputs e
 // A line of 16 outputs' weights.
 static Line line_of(const char *weight, int format, int line) {
     Line out;
-    if (format == WEIGHTS_INT8) {
-        int8_t bytes __attribute__((vector_size(32)));
-        memcpy(&bytes, weight + (long)line * 32, 32);
-        return __builtin_convertvector(bytes, Line);
-    }
 #if INT12_PRODUCTS
     if (format == WEIGHTS_INT12) {
         fixed_line_12(weight, line, (int16_t *)&out);
@@ -192,54 +176,38 @@ static f16 outlier_products(const Outliers *outliers, const char *weight, int fo
     return sum;
 }
 
-long lines_ahead(int lanes, int format) {
-#ifdef __AVX512F__
-    if (!__builtin_cpu_is("amd"))
-        return 64;
-    if (__builtin_cpu_supports("avx512vp2intersect")) // Zen 5
-        return 240;
-    if (format == WEIGHTS_INT8)
-        return 64;
-    int sixteen = format == WEIGHTS_INT16 || format == WEIGHTS_INT12;
-    return lanes <= (sixteen ? 5 : 2) ? 0 : 160;
-#else
-    (void)format;
-    return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
-#endif
-}
-
 // Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
 // memory would idle from the second tile on.
 void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
-                   const uint32_t *after, f16 (*acc)[4]) {
-    int format = linear->format, first = x->begin[tile], lanes = x->lanes[tile],
-        begin = first_of % GROUP_COLUMNS, end = begin + last_of - first_of;
-    // what a step fetches, and how many do
-    long pairs = linear->inputs / 2, line = format == WEIGHTS_INT8 ? 32 : 64,
-         lines = format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs, column = lines * line,
-         distance = lines_ahead(lanes, format) * 64 / line;
-    if (distance > lines)
-        distance = lines;
-    const char *weight = (const char *)column_of(linear, first_of);
-    for (int m = begin; m < end; m++, weight += column) {
-        const char *next = m + 1 < end ? weight + column : (const char *)after;
-        Ahead ahead = {weight + distance * line, next - (lines - distance) * line, lines - distance,
-                       line};
+                   const char *after, f16 (*acc)[4]) {
+    int first = x->begin[tile], lanes = x->begin[tile + 1] - first, m = first_of % GROUP_COLUMNS;
+    for (int c = first_of; c < last_of; c++, m++) {
+        Column column = column_of(linear, c);
+        const char *weight = column.weight,
+                   *next = c + 1 < last_of ? weights_of(linear, c + 1) : after;
+        long pairs = linear->inputs / 2,
+             lines = column.format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs,
+             distance = lines_ahead(lanes, column.format);
+        if (distance > lines)
+            distance = lines;
+        Ahead ahead = {weight + distance * LINE_BYTES, next - (lines - distance) * LINE_BYTES,
+                       lines - distance, LINE_BYTES};
         if (x->tiles > 1) {
-            long stride = (line + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){(const char *)after + (m - begin) * column + tile * lines * stride,
+            long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
+            ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + tile * lines * stride,
                             NULL, lines, stride};
         }
-        const float *units = linear->scale + (first_of - begin + m) * 16;
+        const float *units = column.scale;
         __builtin_prefetch(units); // read behind the tile
-        fixed_tile(weight, format, x->arranged[tile], lanes, (int)pairs, &ahead,
+        fixed_tile(weight, column.format, x->arranged[tile], lanes, (int)pairs, &ahead,
                    (float *)&acc[0][m], 64);
         f16 unit = load(units);
         for (int r = 0; r < lanes; r++) {
             const Outliers *outliers = x->outliers + first + r;
             acc[r][m] *= unit * splat(x->scale[first + r]);
             if (outliers->count)
-                acc[r][m] = fma16(unit, outlier_products(outliers, weight, format), acc[r][m]);
+                acc[r][m] =
+                    fma16(unit, outlier_products(outliers, weight, column.format), acc[r][m]);
         }
     }
 }

@@ -3,6 +3,7 @@
 #ifndef MULTIRATE_FIXED_TILE_H
 #define MULTIRATE_FIXED_TILE_H
 #include "tile.h"
+#include "weights/arch.h"
 #if INTEGER_PRODUCTS
 #include <immintrin.h>
 
@@ -12,22 +13,10 @@
 #define FIXED_LANES 6
 #endif
 
-// What a pass over weights fetches meanwhile: at its step k, the line at k · stride bytes behind
-// `here` while k < own, and behind `next` from then on.
-typedef struct {
-    const char *here, *next;
-    long own, stride;
-} Ahead;
 // At its step k, where it was told by an `Ahead *fetched`.
 #define FETCH(k)                                                                                   \
     _mm_prefetch(((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride,     \
                  _MM_HINT_T1);
-
-// fixed_point.c: how far ahead weights are fetched, in lines of 64 bytes, for a tile of so many
-// rows. The processor's own prefetching falls behind several rows' products, and on Intel's with
-// registers of 512 bits and on AMD's Zen 5 even behind one row's; on the AMD processors before, it
-// keeps up with few rows better alone. All measured (lab/notes/weight-formats.md).
-long lines_ahead(int lanes, int format);
 
 // How many rows a tile of `rows` has with those that only fill it up.
 int fixed_lanes(int rows);
@@ -36,7 +25,7 @@ int fixed_lanes(int rows);
 void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to);
 
 // to[n][0 … 15] = w · row n of 16 outputs, exactly; rows are as fixed_arrange leaves them. weight:
-// [pairs][16][2] of int16 or int8, or what fixed_point.c draws of 12 bits: `format`. `to` has room
+// [pairs][16][2] of int16, or what fixed_point.c draws of 12 bits: `format`. `to` has room
 // for fixed_lanes(count) rows, `stride` floats apart.
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride);

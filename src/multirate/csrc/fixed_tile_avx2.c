@@ -36,10 +36,6 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
 
 #define HALF(k, half)                                                                              \
     _mm256_load_si256((const __m256i *)((const char *)weight + (k) * 64 + (half) * 32))
-#define NARROW_HALF(k, half)                                                                       \
-    _mm256_cvtepi8_epi16(                                                                          \
-        _mm_load_si128((const __m128i *)((const char *)weight + (k) * 32 + (half) * 16)))
-
 #define PASS(NAME, ROWS, WEIGHTS)                                                                  \
     static void NAME##_##ROWS(const void *weight, const int16_t *rows, long pairs,                 \
                               const Ahead *fetched, float *to, long stride) {                      \
@@ -59,14 +55,14 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     PASS(NAME, 5, WEIGHTS)                                                                         \
     PASS(NAME, 6, WEIGHTS)
 PASSES(wide, HALF)
-PASSES(narrow, NARROW_HALF)
 
 typedef void (*Pass)(const void *, const int16_t *, long, const Ahead *, float *, long);
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
-static const Pass passes[2][FIXED_LANES + 1] = {OF_ROWS(wide), OF_ROWS(narrow)};
+static const Pass passes[FIXED_LANES + 1] = OF_ROWS(wide);
 
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    passes[format == WEIGHTS_INT8][count](weight, rows, pairs, ahead, to, stride);
+    (void)format;
+    passes[count](weight, rows, pairs, ahead, to, stride);
 }
 #endif

@@ -83,8 +83,6 @@ static const int16_t INT12_POWERS[32]
 #define KEEP(n) _mm512_storeu_ps(to + (long)n * stride, _mm512_cvtepi32_ps(a##n));
 
 #define LINE(k) _mm512_load_si512((const char *)weight + (k) * 64)
-#define NARROW_LINE(k)                                                                             \
-    _mm512_cvtepi8_epi16(_mm256_load_si256((const __m256i *)((const char *)weight + (k) * 32)))
 
 // 16 outputs for ROWS rows, one line of weights a step.
 #define PASS(NAME, ROWS, WEIGHTS)                                                                  \
@@ -136,7 +134,6 @@ static const int16_t INT12_POWERS[32]
     PASS(NAME, 22, WEIGHTS)                                                                        \
     PASS(NAME, 24, WEIGHTS)
 PASSES(wide, LINE)
-PASSES(narrow, NARROW_LINE)
 
 // Four lines of WEIGHTS_INT12 from three. A code is the place in `powers` of what eight bits are
 // multiplied by; vpermw takes it from the lowest five bits of a word, of which the fifth is the
@@ -224,11 +221,11 @@ typedef void (*Pass)(const void *, const int32_t *, long, const Ahead *, float *
      [20] = NAME##_20,                                                                             \
      [22] = NAME##_22,                                                                             \
      [24] = NAME##_24}
-static const Pass passes[3][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(narrow), OF_LANES(short)};
+static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(short)};
 
 void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
                 const Ahead *ahead, float *to, int stride) {
-    int which = format == WEIGHTS_INT12 ? 2 : format == WEIGHTS_INT8;
-    passes[which][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead, to, stride);
+    passes[format == WEIGHTS_INT12][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead,
+                                                        to, stride);
 }
 #endif

@@ -25,54 +25,88 @@
 #include "norm.h"
 #include "shares.h"
 
-static inline int integer_weights(const Linear *linear) {
-    return INTEGER_PRODUCTS && linear->format != WEIGHTS_BF16;
+// What the rows of a layer have to become: a bit for each ROWS_… and START_… of its formats.
+typedef struct {
+    unsigned rows, starts;
+} Needs;
+
+static void add_needs(Needs *needs, int format) {
+    const Format *f = format_of(format);
+    needs->rows |= 1u << f->rows;
+    if (f->read)
+        needs->starts |= 1u << f->start;
+}
+
+static Needs needs_of(const Linear *linear) {
+    Needs needs = {0, 0};
+    if (!linear->columns)
+        add_needs(&needs, linear->format);
+    else
+        for (int c = 0; c < linear->outputs / COLUMN; c++)
+            add_needs(&needs, linear->columns[c].format);
+    return needs;
+}
+
+// Rows of a tile: as few tiles as there can be, which are even.
+static int rows_of_tile(const Needs *needs, int rows) {
+    int most = PRODUCT_ROWS;
+    if (needs->rows >> ROWS_FLOAT & 1 && most > TILE_ROWS)
+        most = TILE_ROWS;
+    if (needs->rows >> ROWS_BYTES & 1 && most > arch()->lanes)
+        most = arch()->lanes;
+#if INTEGER_PRODUCTS
+    if (needs->rows >> ROWS_FIXED & 1 && most > FIXED_LANES)
+        most = FIXED_LANES;
+#endif
+    int tiles = (rows + most - 1) / most, share = (rows + tiles - 1) / tiles;
+#if INTEGER_PRODUCTS
+    if (tiles > 1 && needs->rows >> ROWS_FIXED & 1 && fixed_lanes(share) <= most)
+        share = fixed_lanes(share); // lanes beyond a tile's rows are work for nothing: only the
+                                    // last tile has some
+#endif
+    return share;
+}
+
+static void prepare_bytes(Operand *out, ThreadScratch *mine, unsigned starts, const float *const *x,
+                          int in) {
+    size_t row_room = byte_rows_room(1, in, starts);
+    int rows = out->begin[out->tiles], most = 0;
+    for (int t = 0; t < out->tiles; t++)
+        most = out->begin[t + 1] - out->begin[t] > most ? out->begin[t + 1] - out->begin[t] : most;
+    // the tiles, and a tile's rows and scales before they are arranged
+    size_t tile_room = (size_t)most * ((size_t)in / BLOCK * sizeof(float) + (size_t)in);
+    char *room = mine->bytes = grown(mine->bytes, &mine->bytes_size, rows * row_room + tile_room);
+    float *scales = (float *)(room + rows * row_room);
+    int8_t *q = (int8_t *)(scales + (size_t)most * (in / BLOCK));
+    for (int t = 0; t < out->tiles; t++) {
+        int first = out->begin[t], lanes = out->begin[t + 1] - first;
+        for (int n = 0; n < lanes; n++)
+            arch()->quantise(x[first + n], in, q + (size_t)n * in,
+                             scales + (size_t)n * (in / BLOCK));
+        lay_out_byte_rows(q, scales, lanes, in, starts, room, &out->bytes[t]);
+        room += lanes * row_room;
+    }
 }
 
 void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
              int rows) {
-#if BYTE_PRODUCTS
-    if (byte_weights(linear) || half_byte_weights(linear)) {
-        prepare_bytes(out, mine, linear, x, rows);
-        return;
-    }
-#endif
-#if INTEGER_PRODUCTS
-    if (integer_weights(linear)) {
-        prepare_fixed(out, mine, x, rows, linear->inputs);
-        return;
-    }
-#endif
-    (void)mine;
-    (void)linear;
-    out->rows = x;
+    Needs needs = needs_of(linear);
+    int share = rows_of_tile(&needs, rows);
     out->tiles = 0;
-    for (int n = 0; n < rows; n += tile_share(rows - n))
+    for (int n = 0; n < rows; n += share)
         out->begin[out->tiles++] = n;
     out->begin[out->tiles] = rows;
+    out->rows = x;
+    if (needs.rows >> ROWS_BYTES & 1)
+        prepare_bytes(out, mine, needs.starts, x, linear->inputs);
+#if INTEGER_PRODUCTS
+    if (needs.rows >> ROWS_FIXED & 1)
+        prepare_fixed(out, mine, x, rows, linear->inputs);
+#endif
 }
 
-// acc[r][m] = the outputs of columns [first, last) of one group, m counted in it, for row r of a
-// tile, without bias. after: the column that the thread reads next.
-static void product(const Linear *linear, int first_of, int last_of, const Operand *x, int part,
-                    const uint32_t *after, f16 (*acc)[4]) {
-#if BYTE_PRODUCTS
-    if (byte_weights(linear)) {
-        product_bytes(linear, first_of, last_of, x, part, after, acc);
-        return;
-    }
-    if (half_byte_weights(linear)) {
-        product_half_bytes(linear, first_of, last_of, x, part, after, acc);
-        return;
-    }
-#endif
-#if INTEGER_PRODUCTS
-    if (integer_weights(linear)) {
-        product_fixed(linear, first_of, last_of, x, part, after, acc);
-        return;
-    }
-#endif
-    (void)last_of;
+static void product_floats(const Linear *linear, int first_of, int last_of, const Operand *x,
+                           int part, const char *after, f16 (*acc)[4]) {
     int pairs = linear->inputs / 2, parts = x->tiles, first = x->begin[part],
         rows = x->begin[part + 1] - first,
         lines = parts == 1  ? 0
@@ -80,25 +114,87 @@ static void product(const Linear *linear, int first_of, int last_of, const Opera
                             : 1;
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
-    memset(acc, 0, (size_t)rows * sizeof *acc);
-    tile(column_of(linear, first_of), 64, x->rows + first, rows, pairs,
-         (const char *)(after + (size_t)part * pairs * 16 * lines), lines, acc);
+    f16(*to)[4] = (f16(*)[4]) & acc[0][first_of % GROUP_COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int m = 0; m < last_of - first_of; m++)
+            to[r][m] = splat(0.0f);
+    const uint32_t *weight = (const uint32_t *)weights_of(linear, first_of);
+    if (linear->columns) // threads may part its groups, which must not change the order of sums
+        tile_fused(weight, 64, x->rows + first, rows, pairs, last_of - first_of, after, to);
+    else
+        tile(weight, 64, x->rows + first, rows, pairs, after + (size_t)part * pairs * 64 * lines,
+             lines, to);
+}
+
+static void product_bytes(const Linear *linear, int first_of, int last_of, const Operand *x,
+                          int part, const char *after, f16 (*acc)[4]) {
+    const ByteRows *rows = &x->bytes[part];
+    int m = first_of % GROUP_COLUMNS;
+    for (int c = first_of; c < last_of; c++, m++) {
+        Column column = column_of(linear, c);
+        long lines = (long)(column_bytes(format_of(column.format), linear->inputs) / LINE_BYTES),
+             distance = lines_ahead(rows->lanes, column.format);
+        if (distance > lines)
+            distance = lines;
+        const char *weight = column.weight,
+                   *next = c + 1 < last_of ? weights_of(linear, c + 1) : after;
+        Ahead ahead = {weight + distance * LINE_BYTES, next - (lines - distance) * LINE_BYTES,
+                       lines - distance, LINE_BYTES};
+        if (x->tiles > 1) { // each tile fetches a share of the next weights
+            long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
+            ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + part * lines * stride,
+                            NULL, lines, stride};
+        }
+        arch()->product[column.format](&column, rows, linear->inputs / BLOCK, &ahead,
+                                       (float *)&acc[0][m], 64);
+    }
+}
+
+// acc[r][m] = the outputs of columns [first, last) of one group, all of one format, m counted in
+// the group, for row r of a tile, without bias. after: the weights that the thread reads next.
+static void product(const Linear *linear, int first, int last, const Operand *x, int part,
+                    const char *after, f16 (*acc)[4]) {
+    switch (format_of(column_of(linear, first).format)->rows) {
+    case ROWS_BYTES:
+        product_bytes(linear, first, last, x, part, after, acc);
+        return;
+#if INTEGER_PRODUCTS
+    case ROWS_FIXED:
+        product_fixed(linear, first, last, x, part, after, acc);
+        return;
+#endif
+    default:
+        product_floats(linear, first, last, x, part, after, acc);
+    }
+}
+
+// Where the run of columns from `first` on ends that have one format.
+static int end_of_format(const Linear *linear, int first, int last) {
+    int c = first + 1;
+    if (!linear->columns)
+        return last;
+    while (c < last && linear->columns[c].format == linear->columns[first].format)
+        c++;
+    return c;
 }
 
 void matmul_columns(const Linear *linear, const Operand *x, const int *target, int mode, Output out,
-                    int begin, int end, const uint32_t *then) {
+                    int begin, int end, const char *then) {
     for (int c = begin, stop; c < end; c = stop) {
         int g = c / GROUP_COLUMNS, from = c % GROUP_COLUMNS, left = from + end - c,
             to = left < GROUP_COLUMNS ? left : GROUP_COLUMNS;
         stop = c + to - from;
-        const uint32_t *after = stop < end ? column_of(linear, stop)
-                                : then     ? then
-                                           : column_of(linear, c);
+        const char *after = stop < end ? weights_of(linear, stop)
+                            : then     ? then
+                                       : weights_of(linear, c);
         // the later tiles find the group's weights in the core's own cache
         for (int part = 0; part < x->tiles; part++) {
             f16 acc[PRODUCT_ROWS][4];
             int first = x->begin[part], rows = x->begin[part + 1] - first;
-            product(linear, c, stop, x, part, after, acc);
+            for (int run = c, ends; run < stop; run = ends) {
+                ends = end_of_format(linear, run, stop);
+                product(linear, run, ends, x, part, after, acc);
+            }
             for (int r = 0; r < rows; r++) {
                 size_t row = target ? target[first + r] : first + r;
                 if (linear->bias)
@@ -129,13 +225,12 @@ void matmul(Workspace *work, const Linear *linear, const float *const *x, int ro
     Operand operands;
     prepare(&operands, &work->own[thread], linear, x, rows);
     matmul_columns(linear, &operands, target, mode, out, begin, end,
-                   then ? column_of(then, first_column(then, 0, thread, threads)) : NULL);
+                   then ? weights_of(then, first_column(then, 0, thread, threads)) : NULL);
 }
 
 void matmul_balanced(Workspace *work, const Linear *linear, const float *const *x, int rows,
                      int mode, Output out, const Linear *then, int thread, int threads) {
-    int whole = is_gate(mode), unit = whole || linear->format == WEIGHTS_BF16 ? GROUP_COLUMNS : 1,
-        units = linear->outputs / 16 / unit;
+    int whole = is_gate(mode), unit = unit_of(linear, whole), units = linear->outputs / 16 / unit;
     if (threads == 1 || units > MOST_UNITS) {
         matmul(work, linear, x, rows, NULL, mode, whole, out, then, thread, threads);
         return;
@@ -143,13 +238,13 @@ void matmul_balanced(Workspace *work, const Linear *linear, const float *const *
     Operand operands;
     prepare(&operands, &work->own[thread], linear, x, rows);
     int end = first_column(linear, whole, thread + 1, threads), first, count;
-    const uint32_t *later = then ? column_of(then, first_column(then, 0, thread, threads)) : NULL;
+    const char *later = then ? weights_of(then, first_column(then, 0, thread, threads)) : NULL;
     Shares shares = open_shares(work, units, thread, threads);
     while ((count = take_units(&shares, &first) * unit)) {
         first *= unit;
         int more = own_units(&shares) && first + count < end;
         matmul_columns(linear, &operands, NULL, mode, out, first, first + count,
-                       more ? column_of(linear, first + count) : later);
+                       more ? weights_of(linear, first + count) : later);
     }
 }
 

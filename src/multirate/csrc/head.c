@@ -7,16 +7,21 @@
 #include "simd.h"
 #include "threads.h"
 
-void mr_embed(const bf16 *table, int vocab, const int64_t *ids, int count, int d, float scale,
-              float *x) {
+void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {
     for (int n = 0; n < count; n++) {
         float *to = x + (size_t)n * d;
-        if (ids[n] < 0 || ids[n] >= vocab) { // a draft may hold anything
+        int64_t id = ids[n];
+        if (id < 0 || id >= table->vocab) { // a draft may hold anything
             memset(to, 0, (size_t)d * sizeof(float));
             continue;
         }
+        if (table->rows)
+            for (int i = 0; i < d; i++)
+                to[i] = from_bf16(table->rows[(size_t)id * d + i]);
+        else
+            mr_decode_output(&table->packed, (int)id, to);
         for (int i = 0; i < d; i++)
-            to[i] = from_bf16(table[(size_t)ids[n] * d + i]) * scale;
+            to[i] *= scale;
     }
 }
 
@@ -140,13 +145,13 @@ static void argmax_of_rows(Workspace *work, int count, int vocab, float eps, con
 }
 
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
-                    const LayerCache *caches, const Rows *rows, const bf16 *table,
+                    const LayerCache *caches, const Rows *rows, const Table *table,
                     const int64_t *ids, float *x, int start, int stop, const Linear *head,
                     const Screen *screen, const float *norm, const Noise *noise, float *logits,
                     int64_t *tokens) {
     double begin = seconds_now();
     if (ids)
-        mr_embed(table, shape->vocab, ids, rows->count, shape->hidden, shape->embed_scale, x);
+        mr_embed(table, ids, rows->count, shape->hidden, shape->embed_scale, x);
     mr_layers(work, shape, layers, caches, NULL, rows, x, start, stop);
     double layers_done = seconds_now();
     argmax_of_rows(work, rows->count, shape->vocab, shape->eps, x, head, screen, norm, noise,

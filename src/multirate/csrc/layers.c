@@ -25,8 +25,8 @@ static void qkv_of_heads(Workspace *work, const Shape *s, const Layer *layer, co
     for (int part = 0; part < 3; part++)
         matmul_columns(&layer->qkv, &operands, NULL, STORE, out, starts[part] * per_head,
                        ends[part] * per_head,
-                       part < 2 ? column_of(&layer->qkv, starts[part + 1] * per_head)
-                                : column_of(&layer->o, first_column(&layer->o, 0, id, threads)));
+                       part < 2 ? weights_of(&layer->qkv, starts[part + 1] * per_head)
+                                : weights_of(&layer->o, first_column(&layer->o, 0, id, threads)));
 }
 
 // Nothing but keys and values is asked for: the outputs behind the queries', shared out among the

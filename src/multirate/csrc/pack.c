@@ -2,24 +2,24 @@
 // threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
 #include "round_weights.h"
 #include "threads.h"
-
-#define COLUMN 16
+#include "weights/format.h"
+#include "weights/quantise.h"
 
 typedef struct {
     const Unpacked *from;
-    int format, nearest;
+    int format;
     char *to;
-    void *scale;
+    float *scale;
     atomic_int refused;
 } Packing;
 
-// What a thread works on: a column's weights [COLUMN, in], and its integers; `halves`: of less than
-// 16 bits, [COLUMN, in] or more.
+// What a thread works on: a column's weights [COLUMN, in], its integers, and the bytes and codes of
+// WEIGHTS_INT12.
 typedef struct {
     float *weights;
     int16_t *wide;
     uint8_t *halves;
-} Column;
+} PlainColumn;
 
 static void *room_for(size_t size) {
     void *made = malloc(size);
@@ -28,7 +28,7 @@ static void *room_for(size_t size) {
     return made;
 }
 
-static void read_output(const Unpacked *from, int output, float *to) {
+void read_unpacked(const Unpacked *from, int output, float *to) {
     int in = from->inputs;
     if (output >= from->outputs) {
         memset(to, 0, (size_t)in * sizeof *to);
@@ -47,7 +47,7 @@ static inline bf16 bf16_of(float w) {
     return isnan(w) ? 0x7fc0 : to_bf16(w); // a NaN's bits may round to infinity, or to zero
 }
 
-static void lay_out_bf16(const Packing *p, const Column *column, int c) {
+static void lay_out_bf16(const Packing *p, const PlainColumn *column, int c) {
     int in = p->from->inputs;
     for (int o = 0; o < COLUMN; o++) {
         bf16 *to = (bf16 *)p->to + (size_t)(c / 4) * 64 * in + c % 4 * 32 + o * 2;
@@ -58,25 +58,13 @@ static void lay_out_bf16(const Packing *p, const Column *column, int c) {
     }
 }
 
-static void lay_out_int16(const Packing *p, const Column *column, int c) {
+static void lay_out_int16(const Packing *p, const PlainColumn *column, int c) {
     int in = p->from->inputs;
     for (int o = 0; o < COLUMN; o++) {
         const int16_t *q = column->wide + (size_t)o * in;
         int16_t *to = (int16_t *)p->to + (size_t)c * COLUMN * in + o * 2;
         for (int i = 0; i < in; i += 2, to += 32)
             memcpy(to, q + i, 2 * sizeof *q);
-    }
-}
-
-static void lay_out_int8(const Packing *p, const Column *column, int c) {
-    int in = p->from->inputs;
-    for (int o = 0; o < COLUMN; o++) {
-        const int16_t *q = column->wide + (size_t)o * in;
-        int8_t *to = (int8_t *)p->to + (size_t)c * COLUMN * in + o * 2;
-        for (int i = 0; i < in; i += 2, to += 32) {
-            to[0] = (int8_t)q[i];
-            to[1] = (int8_t)q[i + 1];
-        }
     }
 }
 
@@ -108,7 +96,7 @@ static inline uint8_t two_codes(uint8_t low, uint8_t high) {
 }
 
 // Returns 0 where a weight does not fit.
-static int lay_out_int12(const Packing *p, const Column *column, int c) {
+static int lay_out_int12(const Packing *p, const PlainColumn *column, int c) {
     int in = p->from->inputs;
     uint8_t *bytes = column->halves, *codes = bytes + in;
     for (int o = 0; o < COLUMN; o++) {
@@ -129,85 +117,20 @@ static int lay_out_int12(const Packing *p, const Column *column, int c) {
     return 1;
 }
 
-static void lay_out_bytes(const Packing *p, const Column *column, int c) {
-    int in = p->from->inputs, blocks = (in + W8_BLOCK - 1) / W8_BLOCK;
-    bf16 *units = (bf16 *)p->scale + (size_t)c * blocks * COLUMN;
-    for (int o = 0; o < COLUMN; o++) {
-        int16_t *q = column->wide + (size_t)o * in;
-        for (int b = 0; b < blocks; b++) {
-            int begin = b * W8_BLOCK, count = in - begin < W8_BLOCK ? in - begin : W8_BLOCK;
-            float unit =
-                round_block_to_bytes(column->weights + (size_t)o * in + begin, count, q + begin);
-            units[b * COLUMN + o] = bf16_of(unit);
-        }
-        uint8_t *bytes = column->halves, *to = (uint8_t *)p->to + (size_t)c * COLUMN * in + o * 4;
-        for (int i = 0; i < in; i++)
-            bytes[i] = (uint8_t)(q[i] + 128); // as the instruction takes them
-        for (int i = 0; i < in; i += 4, to += 64)
-            memcpy(to, bytes + i, 4);
-    }
-}
-
-#if BYTE_PRODUCTS
-// Returns 0 where only such numbers are wanted and these are not.
-static int lay_out_half_bytes(const Packing *p, const Column *column, int c) {
-    int in = p->from->inputs, blocks = in / W8_BLOCK;
-    uint16_t *scales = (uint16_t *)p->scale + (size_t)c * blocks * 2 * COLUMN;
-    float lacking = 0.0f, size = 0.0f;
-    for (int o = 0; o < COLUMN; o++) {
-        uint8_t *q = column->halves + (size_t)o * in;
-        for (int b = 0; b < blocks; b++) {
-            const float *w = column->weights + (size_t)o * in + b * W8_BLOCK;
-            HalfByteBlock found = p->nearest ? round_block_to_half_bytes(w, q + b * W8_BLOCK)
-                                             : find_half_bytes_again(w, q + b * W8_BLOCK);
-            scales[2 * b * COLUMN + o] = _cvtss_sh(found.unit, _MM_FROUND_TO_NEAREST_INT);
-            scales[(2 * b + 1) * COLUMN + o] = _cvtss_sh(found.least, _MM_FROUND_TO_NEAREST_INT);
-            lacking += found.lacking;
-            size += found.size;
-        }
-        uint8_t *to = (uint8_t *)p->to + (size_t)c * COLUMN * in / 2 + o * 4;
-        for (int i = 0; i < in; i += 8, to += 64)
-            for (int j = 0; j < 4; j++)
-                to[j] = (uint8_t)(q[i + j] | q[i + j + 4] << 4);
-    }
-    // a sum that is no number is not near, either
-    return p->nearest || lacking <= HALF_BYTES_NEAR * HALF_BYTES_NEAR * size;
-}
-#else
-static int lay_out_half_bytes(const Packing *p, const Column *column, int c) {
-    (void)p;
-    (void)column;
-    (void)c;
-    return 0; // nothing multiplies them
-}
-#endif
-
-static int pack_column(const Packing *p, const Column *column, int c) {
+static int pack_column(const Packing *p, const PlainColumn *column, int c) {
     int in = p->from->inputs, format = p->format;
     for (int o = 0; o < COLUMN; o++)
-        read_output(p->from, c * COLUMN + o, column->weights + (size_t)o * in);
+        read_unpacked(p->from, c * COLUMN + o, column->weights + (size_t)o * in);
     if (format == WEIGHTS_BF16) {
         lay_out_bf16(p, column, c);
         return 1;
     }
-    if (format == WEIGHTS_W8A8 || format == WEIGHTS_W8A16) {
-        lay_out_bytes(p, column, c);
-        return 1;
-    }
-    if (format == WEIGHTS_W4A8 || format == WEIGHTS_W4A16)
-        return lay_out_half_bytes(p, column, c);
-    for (int o = 0; o < COLUMN; o++) {
-        const float *w = column->weights + (size_t)o * in;
-        int16_t *q = column->wide + (size_t)o * in;
-        float unit = format == WEIGHTS_INT8 ? round_to_int8(w, in, q) : round_to_int16(w, in, q);
-        ((float *)p->scale)[c * COLUMN + o] = unit;
-    }
-    if (format == WEIGHTS_INT8)
-        lay_out_int8(p, column, c);
-    else if (format == WEIGHTS_INT16)
-        lay_out_int16(p, column, c);
-    else
+    for (int o = 0; o < COLUMN; o++)
+        p->scale[c * COLUMN + o] =
+            round_to_int16(column->weights + (size_t)o * in, in, column->wide + (size_t)o * in);
+    if (format == WEIGHTS_INT12)
         return lay_out_int12(p, column, c);
+    lay_out_int16(p, column, c);
     return 1;
 }
 
@@ -215,8 +138,8 @@ static void pack_columns(Workspace *work, void *context, int id, int threads) {
     (void)work;
     Packing *p = context;
     size_t weights = (size_t)COLUMN * p->from->inputs;
-    Column column = {room_for(weights * sizeof(float)), room_for(weights * sizeof(int16_t)),
-                     room_for(weights)};
+    PlainColumn column = {room_for(weights * sizeof(float)), room_for(weights * sizeof(int16_t)),
+                          room_for(weights)};
     int columns = (p->from->outputs + 63) / 64 * 4;
     for (int c = id; c < columns && !atomic_load_explicit(&p->refused, memory_order_relaxed);
          c += threads)
@@ -227,8 +150,8 @@ static void pack_columns(Workspace *work, void *context, int id, int threads) {
     free(column.halves);
 }
 
-int mr_pack(Workspace *work, const Unpacked *from, int format, int nearest, void *to, void *scale) {
-    Packing packing = {from, format, nearest, to, scale, 0};
+int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *scale) {
+    Packing packing = {from, format, to, scale, 0};
     run_parallel(work, pack_columns, &packing, from, 0);
     return !packing.refused;
 }
@@ -248,6 +171,11 @@ INLINE f16 numbers(const int16_t *q) {
     memcpy(&found, q, sizeof found);
     return __builtin_convertvector(found, f16);
 }
+INLINE f16 bytes_of(const int8_t *q) {
+    int8_t found __attribute__((vector_size(16)));
+    memcpy(&found, q, sizeof found);
+    return __builtin_convertvector(found, f16);
+}
 INLINE f8d squares(f16 v) {
     f8 halves[2];
     memcpy(halves, &v, sizeof v);
@@ -259,29 +187,27 @@ INLINE f8d squares(f16 v) {
 static void measure_outputs(Workspace *work, void *context, int id, int threads) {
     (void)work;
     const Screening *s = context;
-    int in = s->from->inputs, whole = (in + W8_BLOCK - 1) / W8_BLOCK * W8_BLOCK;
+    int in = s->from->inputs;
     float *w = room_for((size_t)in * sizeof *w);
-    size_t size = (size_t)whole * sizeof(int16_t);
-    int16_t *q = memset(room_for(size), 0, size), *bytes = memset(room_for(size), 0, size);
+    int16_t *q = room_for((size_t)in * sizeof *q);
+    BlockQ8_0 *blocks = room_for((size_t)in / BLOCK * sizeof *blocks);
     for (int o = id; o < s->from->outputs; o += threads) {
         f8d error = {0}, norm = {0};
-        read_output(s->from, o, w);
+        read_unpacked(s->from, o, w);
+        quantise_row(WEIGHTS_Q8_0, w, in, blocks);
         f16 fine = splat(round_to_int16(w, in, q));
-        for (int begin = 0; begin < in; begin += W8_BLOCK) {
-            int count = in - begin < W8_BLOCK ? in - begin : W8_BLOCK;
-            f16 unit = splat(round_block_to_bytes(w + begin, count, bytes + begin));
-            for (int i = begin; i < begin + W8_BLOCK; i += 16) {
-                f16 copied = numbers(bytes + i) * unit;
-                error += squares(numbers(q + i) * fine - copied);
-                norm += squares(copied);
-            }
+        for (int i = 0; i < in; i += 16) {
+            const BlockQ8_0 *block = blocks + i / BLOCK;
+            f16 copied = bytes_of(block->q + i % BLOCK) * splat(from_fp16(block->d));
+            error += squares(numbers(q + i) * fine - copied);
+            norm += squares(copied);
         }
         s->error[o] = bound_of(sum_of(error));
         s->norm[o] = bound_of(sum_of(norm));
     }
     free(w);
     free(q);
-    free(bytes);
+    free(blocks);
 }
 
 void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm) {

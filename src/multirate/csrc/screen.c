@@ -17,7 +17,7 @@
 #include "shares.h"
 #include "simd.h"
 
-#if BYTE_PRODUCTS
+#if INTEGER_PRODUCTS
 
 #define CHUNK 512 // outputs whose bounds, and their maximum, are told while they are in the cache
 #define MOST_COLUMNS 256     // that are computed one by one; after these the whole row is
@@ -38,10 +38,22 @@ static int chunks_of(const Linear *head) {
     return (head->outputs + CHUNK - 1) / CHUNK;
 }
 
+// The norm of what a row loses when it becomes bytes.
+static float rounded_off(ThreadScratch *mine, const float *row, int in) {
+    mine->rest = grown(mine->rest, &mine->rest_size, (size_t)2 * in * sizeof *mine->rest);
+    float *lost = mine->rest, *scales = lost + in;
+    int8_t *q = (int8_t *)(scales + in / BLOCK);
+    arch()->quantise(row, in, q, scales);
+    for (int i = 0; i < in; i += BLOCK)
+        for (int j = i; j < i + BLOCK; j++)
+            lost[j] = row[j] - (float)q[j] * scales[i / BLOCK];
+    return sqrtf(dot_of(lost, lost, in));
+}
+
 static Reach reach_of(const float *row, int in, float rounded_off) {
     float norm = sqrtf(dot_of(row, row, in));
     // the head's rows in 16 bits, and every sum in fp32: an addition a block, and the outliers'
-    float rounding = sqrtf((float)in) / 64000.0f + (float)(in / W8_BLOCK + 64) * 2.4e-7f;
+    float rounding = sqrtf((float)in) / 64000.0f + (float)(in / BLOCK + 64) * 2.4e-7f;
     return (Reach){norm * (1.0f + rounding), rounded_off * (1.0f + 1e-5f) + norm * rounding};
 }
 
@@ -78,7 +90,7 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
     prepare(&operand, &work->own[id], linear, from, count);
     Reach reach[MAX_ROWS];
     for (int n = 0; n < count; n++)
-        reach[n] = reach_of(from[n], in, operand.rounded_off[n]);
+        reach[n] = reach_of(from[n], in, rounded_off(&work->own[id], from[n], in));
     if (id == 0)
         memcpy(call->reach, reach, (size_t)count * sizeof *reach);
     Shares shares = open_shares(work, chunks, id, threads);
@@ -88,7 +100,7 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
             matmul_columns(linear, &operand, NULL, STORE,
                            (Output){.y = call->upper, .stride = outputs}, begin / 16,
                            (begin + width) / 16,
-                           c + 1 < chunks ? column_of(linear, (begin + CHUNK) / 16) : NULL);
+                           c + 1 < chunks ? weights_of(linear, (begin + CHUNK) / 16) : NULL);
             for (int n = 0; n < count; n++)
                 call->highest[(size_t)n * chunks + c] =
                     raise(call->upper + (size_t)n * outputs + begin, call->screen->error + begin,

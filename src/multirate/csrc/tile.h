@@ -20,13 +20,6 @@
 #define INT12_PRODUCTS 0
 #endif
 
-// Whether a build has products of int8 with int8 (w8a8.c).
-#if INTEGER_PRODUCTS && defined(__AVX512VNNI__)
-#define BYTE_PRODUCTS 1
-#else
-#define BYTE_PRODUCTS 0
-#endif
-
 #if INTEGER_PRODUCTS && !defined(__AVX512F__)
 #define AVX2_TILE 1
 #else
@@ -48,6 +41,12 @@
 #define N_10(F) N_9(F) F(9)
 #define N_11(F) N_10(F) F(10)
 #define N_12(F) N_11(F) F(11)
+
+// How many of `left` rows the next tile takes: even parts, 8 rows as 4 + 4.
+INLINE int tile_share(int left) {
+    int parts = (left + TILE_ROWS - 1) / TILE_ROWS;
+    return (left + parts - 1) / parts;
+}
 
 // acc[n][m] += Σ_k w[k][m] · rows[n][k], for `rows` rows and 64 outputs. The words of pair k are at
 // weight + k · step. ahead: weights that will be read later, of which each step fetches `lines` (1

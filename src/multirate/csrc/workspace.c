@@ -103,6 +103,7 @@ void mr_workspace_close(Workspace *work) {
         close_attention_scratch(mine->attention);
         free(mine->normed);
         free(mine->fixed);
+        free(mine->bytes);
         free(mine->rest);
         free(mine->outliers);
         mr_workspace_close(work->apart[id]);

@@ -26,14 +26,16 @@ typedef struct {
 } Reach;
 
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
-// `fixed`, what lacks its outliers in `rest` on the way.
+// `fixed`, what lacks its outliers in `rest` on the way; products with quantised weights theirs in
+// `bytes`.
 typedef struct {
     float *normed;
     AttentionScratch *attention;
     int16_t *fixed;
+    char *bytes;
     float *rest;
     Outliers *outliers;
-    size_t normed_size, fixed_size, rest_size, outliers_size;
+    size_t normed_size, fixed_size, bytes_size, rest_size, outliers_size;
     uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
 } ThreadScratch;
 

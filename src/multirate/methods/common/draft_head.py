@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.packing import INT8, W4A16, Owner, exact_layout
+from multirate.model.native.formats import Q4_1, Q8_0, exact_format
+from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 from multirate.model.quantised import QuantisedWeight
 
@@ -66,7 +67,7 @@ class DraftHead:
         (where that is how the model's are, and all are wanted, it is not copied).
         """
         as_it_is = isinstance(decoder.head_weight, QuantisedWeight)
-        if tokens is None and (as_it_is or owner.layout in (None, exact_layout())):
+        if tokens is None and (as_it_is or owner.format in (None, exact_format())):
             return DraftHead(decoder.head, decoder.info.vocab_size)
         bias = decoder.head_bias
         if bias is not None and tokens is not None:
@@ -100,9 +101,9 @@ class DraftHead:
         owner: Owner, weight: Tensor, bias: Tensor | None = None
     ) -> tuple[abi.CData, abi.CData | None]:
         """A head [vocab, hidden] as ``owner`` packs weights → (`linear`, `exact`)."""
-        if owner.layout != W4A16:
+        if owner.format != Q4_1:
             return owner.linear(weight, bias), None
         if bias is not None:  # the exact rows would need it, too
-            return replace(owner, layout=INT8).linear(weight, bias), None
+            return replace(owner, format=Q8_0).linear(weight, bias), None
         exact = weight.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
         return owner.linear(weight), owner.address(exact)

@@ -15,7 +15,8 @@ from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.reduced_head import spread_over
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
-from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.native.formats import draft_format
+from multirate.model.native.packing import Owner
 
 
 def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
@@ -40,7 +41,7 @@ class ExitHead:
         self._tokens = None if tokens is None else tokens.to(decoder.info.device)
         self._reduced: DraftHead | None = None
         if tokens is not None and isinstance(decoder, NativeDecoder):
-            self._owner = Owner(draft_layout(weights))
+            self._owner = Owner(draft_format(weights))
             self._reduced = DraftHead.of(decoder, self._owner, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -20,7 +20,8 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
-from multirate.model.native.packing import Owner, draft_layout, mixing_layout
+from multirate.model.native.formats import draft_format, mixing_format
+from multirate.model.native.packing import Owner
 
 
 class FeatureRunner(DraftRunner):
@@ -80,8 +81,8 @@ class NativeFeatureRunner(NativeDraftRunner, FeatureRunner):
         self, decoder: NativeDecoder, stream: FeatureStream, weights: DraftWeights
     ) -> None:
         super().__init__(decoder, stream)
-        c, self._owner = stream.config, Owner(draft_layout(weights))
-        owner, self._mixing = self._owner, Owner(mixing_layout(weights))
+        c, self._owner = stream.config, Owner(draft_format(weights))
+        owner, self._mixing = self._owner, Owner(mixing_format(weights))
         norms = {"norm_mlp": owner.floats(stream.mlp_norm.weight), **self.layer_norms(owner)}
         self.own_layer = packed_layer(decoder, owner, stream.attn, stream.mlp, c.norm_eps, norms)
         self.head = self.draft_head(owner)

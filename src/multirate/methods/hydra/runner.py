@@ -25,7 +25,8 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.native.formats import draft_format
+from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 from multirate.model.transfer import to_device
@@ -115,7 +116,7 @@ class NativeHydraRunner(HydraRunner):
 
     def __init__(self, decoder: NativeDecoder, heads: HydraHeads, weights: DraftWeights) -> None:
         super().__init__(decoder, heads)
-        owner = self._owner = Owner(draft_layout(weights))
+        owner = self._owner = Owner(draft_format(weights))
         self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
         self._layers = [_packed(head, owner) for head in heads.heads]
         if (layer := heads.prefix) is not None:

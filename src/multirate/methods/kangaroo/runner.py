@@ -21,7 +21,8 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
 from multirate.model.native.own_layer import tiles
-from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.native.formats import draft_format
+from multirate.model.native.packing import Owner
 
 
 class KangarooRunner(DraftRunner):
@@ -76,7 +77,7 @@ class NativeKangarooRunner(NativeDraftRunner, KangarooRunner):
         self, decoder: NativeDecoder, adapter: KangarooAdapter, weights: DraftWeights
     ) -> None:
         super().__init__(decoder, adapter)
-        c, owner = adapter.config, Owner(draft_layout(weights))
+        c, owner = adapter.config, Owner(draft_format(weights))
         self._owner = owner
         norms = {"norm_attention": owner.floats(adapter.norm.weight)}
         self.own_layer = packed_layer(decoder, owner, adapter.attn, None, c.norm_eps, norms)

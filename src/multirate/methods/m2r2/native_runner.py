@@ -20,11 +20,8 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
 from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import (
-    Owner,
-    draft_layout,
-    mixing_layout,
-)
+from multirate.model.native.formats import draft_format, mixing_format
+from multirate.model.native.packing import Owner
 
 
 class NativeStreamRunner(NativeDraftRunner, StreamRunner):
@@ -54,8 +51,8 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
     ) -> None:
         super().__init__(decoder, stream, gate)
         self._library = library.kernel()
-        self._owner = owner = Owner(draft_layout(weights))
-        self._mixing = mixing = Owner(mixing_layout(weights))
+        self._owner = owner = Owner(draft_format(weights))
+        self._mixing = mixing = Owner(mixing_format(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
         if stream.head is None:

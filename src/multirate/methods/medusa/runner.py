@@ -16,7 +16,8 @@ from multirate.methods.common.recorded_runner import Likeliest, likeliest_of, to
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
-from multirate.model.native.packing import Owner, draft_layout
+from multirate.model.native.formats import draft_format
+from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 
 
@@ -70,7 +71,7 @@ class NativeMedusaRunner(MedusaRunner):
 
     def __init__(self, decoder: NativeDecoder, heads: MedusaHeads, weights: DraftWeights) -> None:
         super().__init__(decoder, heads)
-        owner = self._owner = Owner(draft_layout(weights))
+        owner = self._owner = Owner(draft_format(weights))
         self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
         self._maps = owner.linear(torch.cat([*heads.heads.parameters()]))
 

@@ -48,12 +48,8 @@ from multirate.model.native.families import (
     head_dim,
     residual_scale,
 )
-from multirate.model.native.packing import (
-    W8_BLOCK,
-    Owner,
-    packed_bytes,
-    screened,
-)
+from multirate.model.native.formats import screened
+from multirate.model.native.packing import Owner, packed_bytes
 from multirate.model.native.plain import unknown_part
 from multirate.model.native.positions import PositionTables, Tables
 from multirate.model.noise import NOT_FINITE, Noise
@@ -189,8 +185,8 @@ class NativeDecoder(Decoder):
         self.screen = abi.NULL
         if screened() and isinstance(self.head_weight, Tensor):
             self.screen = self._owner.screen(self.head_weight, self.head_bias)
-            # a byte and its share of a scale in place of two
-            self._owner.saved_bytes = self.head_weight.numel() * (W8_BLOCK - 2) // W8_BLOCK
+            # a byte and its share of a scale in place of two bytes
+            self._owner.saved_bytes = self.head_weight.numel() * 30 // 32
         self._layers = list(parts.layers)
         self.positions = self._position_tables(parts, config)
         self.shape = self._shape(parts, config)
@@ -199,7 +195,9 @@ class NativeDecoder(Decoder):
             "Layer", [self.pack(i, self._owner) for i in range(len(self._layers))]
         )
         self.unread_bytes = self._owner.saved_bytes
-        self._table = self._owner.table(weight_of(parts.embed_tokens))
+        self._table = self._owner.table(
+            weight_of(parts.embed_tokens), self.head if parts.tied_head else None
+        )
         self._norm = abi.at(self.norm_address)
         self._logits = abi.floats_for(0)
         self._spare: NativeKVCache | None = None
@@ -370,7 +368,6 @@ class NativeDecoder(Decoder):
         x = abi.floats_for(len(ids), self.info.hidden_size)
         self._library.mr_embed(
             self._table,
-            self.info.vocab_size,
             abi.tensor(ids),
             len(ids),
             x.shape[1],

@@ -1,4 +1,4 @@
-"""Weights laid out once for the kernel: groups of 64 outputs, input pairs interleaved."""
+"""Weights laid out once for the kernel, in columns of 16 outputs and groups of 64."""
 
 from __future__ import annotations
 
@@ -7,85 +7,49 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.errors import UserError
 from multirate.model.native import abi, library
-from multirate.model.quantised import QuantisedWeight, Weight, dense
+from multirate.model.native.formats import (
+    COLUMN,
+    INT12,
+    INT16,
+    Q8_0,
+    WeightFormat,
+    exact_format,
+    format_named,
+    screened,
+)
+from multirate.model.quantised import QuantisedWeight, Weight
 
 GROUP = 64
-BF16, INT16, INT12, INT8, W8A8, W8A16, W4A8, W4A16 = (
-    abi.constant(f"WEIGHTS_{name}")
-    for name in ("BF16", "INT16", "INT12", "INT8", "W8A8", "W8A16", "W4A8", "W4A16")
-)
-FINER_ROWS = {W8A8: W8A16, W4A8: W4A16}
-"""Layouts of the same weights for rows of two times 8 bits."""
-W8_BLOCK: int = abi.constant("W8_BLOCK")
-_BITS = {BF16: 16, INT16: 16, INT12: 12, INT8: 8, W8A8: 8, W8A16: 8, W4A8: 4, W4A16: 4}
-# inputs of a layout's smallest piece, of which a layer has whole ones
-_INPUTS = dict.fromkeys((BF16, INT16, INT8), 2) | {
-    INT12: 8,
-    **dict.fromkeys((W8A8, W8A16), 4),
-    **dict.fromkeys((W4A8, W4A16), W8_BLOCK),
-}
+HALF_GROUP = 32  # outputs of gates, and then of ups, in a group of both
+
+
+@dataclass(frozen=True)
+class Run:
+    """Outputs that lie together in a packed layer: rows [begin, begin + count) of a part. Whole
+    columns.
+    """
+
+    part: int
+    begin: int
+    count: int
 
 
 def padded(count: int) -> int:
     return -(-count // GROUP) * GROUP
 
 
-def _scales(layout: int, outputs: int, inputs: int) -> Tensor | None:
-    """Room for the scales of a layer's weights, as the sources that multiply these draw them."""
-    blocks = -(-inputs // W8_BLOCK)
-    if layout == BF16:
-        return None
-    if layout in (W8A8, W8A16):
-        return torch.empty(outputs // 16, blocks, 16, dtype=torch.bfloat16, device="cpu")
-    if layout in (W4A8, W4A16):
-        return torch.empty(outputs // 16, blocks, 2, 16, dtype=torch.float16, device="cpu")
-    return abi.floats_for(outputs)
-
-
-def exact_layout() -> int:
-    """The layout of weights that the model's own results come from: 16 bits, as this processor
-    multiplies them fastest.
-    """
-    return INT16 if library.kernel().mr_integer_products() else BF16
-
-
-def draft_layout(weights: str) -> int:
-    """The layout of layers and heads that only draft, and so need not be exact. weights: "int4",
-    "int8", or "bf16" for 16 bits. Processors that multiply no bytes have 8 bits for 4, those that
-    multiply no integers have 16 bits alone.
-    """
-    if weights == "int4" and byte_products():
-        return W4A16
-    narrow = weights != "bf16" and library.kernel().mr_integer_products()
-    return INT8 if narrow else exact_layout()
-
-
-def mixing_layout(weights: str) -> int:
-    """The same of the small products by which a draft's residuals are mixed: 8 bits at least, as 4
-    cost them more than they save (lab/notes/weight-formats.md).
-    """
-    return draft_layout("int8" if weights == "int4" else weights)
-
-
-def byte_products() -> bool:
-    """Whether layers may be packed as W8A8 on this processor."""
-    return bool(library.kernel().mr_byte_products())
-
-
-def screened() -> bool:
-    """Whether heads have a `Screen` on this processor."""
-    return byte_products()
-
-
 def packed_bytes(weights: int, head: int) -> int:
-    """What so many weights take when packed for the model's own results, and a head's screen."""
-    layout = exact_layout()
-    twelve = layout == INT16 and library.kernel().mr_int12_products()
-    return weights * _BITS[INT12 if twelve else layout] // 8 + (head if screened() else 0)
+    """What so many weights of floats take when packed, and a head's screen."""
+    exact = exact_format()
+    twelve = exact == INT16 and library.kernel().mr_int12_products()
+    bits = 12 if twelve else 16
+    return weights * bits // 8 + (head if screened() else 0)
 
 
 SLAB = 32 << 20
@@ -155,19 +119,20 @@ def _unpacked(weight: Tensor) -> tuple[abi.CData, Tensor]:
 
 @dataclass
 class Owner:
-    """Keeps alive every tensor whose address a C structure holds. layout: of the weights that it
-    packs; None: `exact_layout()`. half_bytes: those that are numbers of 4 bits are W4A8, whatever
-    `layout` says. twelve_bits: where weights of INT16 fit into INT12, they are packed so: the same
-    results from fewer bytes. saved_bytes: how many, of all weights so far.
+    """Packs weights, and keeps alive every tensor whose address a C structure holds.
+
+    format: what weights of floats are packed as; None: `exact_format()`. Blocks stay what they are.
+    twelve_bits: where weights of INT16 fit into INT12, they are packed so: the same results from
+    fewer bytes. saved_bytes: how many, of all weights so far, beside two bytes for each.
     """
 
-    layout: int | None = None
-    half_bytes: bool = False
+    format: WeightFormat | None = None
     twelve_bits: bool = True
     saved_bytes: int = 0
     tensors: list[object] = field(default_factory=list)
     workspace: library.Workspace | None = None
     slabs: Slabs = field(default_factory=Slabs)
+    slabs_of_scales: Slabs = field(default_factory=Slabs)
 
     def address(self, tensor: Tensor | None) -> abi.CData:
         """Where a tensor lies that stays alive; NULL for None."""
@@ -181,87 +146,175 @@ class Owner:
         return self.address(tensor.detach().float().cpu().contiguous().clone())
 
     def _packed(self, memory: Tensor | None) -> abi.CData:
-        """The same of what `linear` has packed."""
+        """The same of what a packing function has written."""
         self.tensors += [] if memory is None else [memory]
         return abi.packed(memory)
 
-    # -- Until the kernel reads blocks: quantised weights are expanded here, and nowhere else ------
-
-    def linear(self, parts: Weight | Sequence[Weight], bias: Tensor | None = None) -> abi.CData:
-        """parts: a weight [out, in], or several, whose outputs come one below another; bias [out] →
-        the kernel's form, as the sources that multiply it draw it.
-
-        Outputs are padded with zeros to whole groups. UserError for a weight that holds no numbers.
+    def linear(self, weight: Weight | Sequence[Weight], bias: Tensor | None = None) -> abi.CData:
+        """weight [out, in], or several of the same inputs, one below another, and bias [out] of all
+        → the kernel's form. Outputs are padded with zeros to whole groups.
         """
-        if isinstance(parts, (Tensor, QuantisedWeight)):
-            return self._linear(dense(parts), bias)
-        tensors = [dense(part) for part in parts]
-        wide = any(one.dtype != torch.bfloat16 for one in tensors)
-        return self._linear(torch.cat([one.float() if wide else one for one in tensors]), bias)
+        parts = [weight] if isinstance(weight, Tensor | QuantisedWeight) else list(weight)
+        return self._linear(parts, [Run(i, 0, len_of(part)) for i, part in enumerate(parts)], bias)
 
     def gate_up(self, gate: Weight, up: Weight) -> abi.CData:
-        """Gates and ups [I, in] as one linear layer, as the kernel reads them."""
-        return self.linear(interleave_gate_up(dense(gate), dense(up)))
+        """Gates [I, in] and ups [I, in], by turns 32 of each, so that a group has both."""
+        runs = [
+            Run(part, begin, HALF_GROUP)
+            for begin in range(0, len_of(gate), HALF_GROUP)
+            for part in (0, 1)
+        ]
+        return self._linear([gate, up], runs, None)
 
-    def table(self, embedding: Weight) -> abi.CData:
-        """Where the rows of the input embedding [V, d] lie."""
-        return self.address(dense(embedding, torch.bfloat16).contiguous())
-
-    # ----------------------------------------------------------------------------------------------
-
-    def _linear(self, weight: Tensor, bias: Tensor | None) -> abi.CData:
-        outputs, inputs = weight.shape
-        unpacked, _held = _unpacked(weight)
-        for layout, nearest in self._attempts(inputs):
-            size = padded(outputs) * inputs * _BITS[layout] // 8
-            place, scale = self.slabs.room(size), _scales(layout, padded(outputs), inputs)
-            fits = library.kernel().mr_pack(
-                self._kernel_workspace(),
-                unpacked,
-                layout,
-                nearest,
-                abi.packed(place),
-                abi.packed(scale),
-            )
-            if fits:
-                break
+    def _linear(
+        self, parts: Sequence[Weight], runs: Sequence[Run], bias: Tensor | None
+    ) -> abi.CData:
+        parts = [self._as_packed(part) for part in parts]
+        outputs, inputs = sum(run.count for run in runs), int(parts[0].shape[1])
+        if all(isinstance(part, Tensor) for part in parts):
+            fields = self._floats([part for part in parts if isinstance(part, Tensor)], runs)
+        elif len({getattr(part, "format", None) for part in parts}) == 1:
+            blocks = [part for part in parts if isinstance(part, QuantisedWeight)]
+            fields = self._blocks(blocks, runs)
         else:
-            raise library.NativeUnavailable(f"weights that do not fit the layout {layout}")
-        weights = self._packed(self.slabs.take(size))
-        if layout == INT12:
-            self.saved_bytes += padded(outputs) * inputs // 2
+            fields = self._columns(parts, runs, inputs)
         if bias is not None:
             wide = torch.zeros(padded(outputs), dtype=torch.float32, device="cpu")
             wide[:outputs] = bias.detach().float()
             bias = wide
         return abi.new(
-            "Linear",
-            weight=weights,
-            bias=self.address(bias),
-            scale=self._packed(scale),
-            inputs=inputs,
-            outputs=padded(outputs),
-            format=layout,
+            "Linear", **fields, bias=self.address(bias), inputs=inputs, outputs=padded(outputs)
         )
 
-    def _attempts(self, inputs: int) -> list[tuple[int, bool]]:
-        """Layouts that a layer may be packed as, the first that its weights fit into, and whether
-        they become the nearest numbers that do; the last one takes any. NativeUnavailable for a
-        number of inputs that it does not take.
-        """
-        layout, found = exact_layout() if self.layout is None else self.layout, []
-        if layout == W4A16 and inputs % _INPUTS[layout]:
-            layout = INT8
-        if inputs % _INPUTS[layout]:
-            raise library.NativeUnavailable(
-                f"a linear layer with {inputs} inputs, which is not a multiple of {_INPUTS[layout]}"
+    def _as_packed(self, part: Weight) -> Weight:
+        """Floats as blocks, if that is how they are packed and the inputs are whole ones."""
+        if not isinstance(part, Tensor) or self.format is None or not self.format.quantised:
+            return part
+        return part if part.shape[1] % self.format.piece else self.quantised(part, self.format)
+
+    def quantised(self, weight: Tensor, to: WeightFormat) -> QuantisedWeight:
+        """weight [out, in] as blocks of one of `formats.QUANTISABLE`."""
+        from gguf import GGMLQuantizationType
+
+        unpacked, _held = _unpacked(weight)
+        outputs, inputs = weight.shape
+        made = np.empty((outputs, to.row_bytes(inputs)), np.uint8)
+        library.kernel().mr_quantise(
+            self._kernel_workspace(), unpacked, to.number, abi.flags(made)
+        )
+        return QuantisedWeight("of a layer", GGMLQuantizationType[to.name], (outputs, inputs), made)
+
+    def _floats(self, parts: Sequence[Tensor], runs: Sequence[Run]) -> dict[str, object]:
+        """Tensors as 16 bits a weight, or 12 if these will do → fields of a Linear."""
+        whole = parts[0].detach()
+        if len(runs) > 1:
+            whole = torch.cat(
+                [parts[run.part].detach()[run.begin : run.begin + run.count] for run in runs]
             )
-        if self.half_bytes and not inputs % _INPUTS[W4A8]:
-            found.append((layout if layout == W4A16 else W4A8, False))
-        twelve = self.twelve_bits and not inputs % _INPUTS[INT12]
-        if layout == INT16 and twelve and library.kernel().mr_int12_products():
-            found.append((INT12, False))
-        return [*found, (layout, True)]
+        outputs, inputs = padded(len(whole)), int(whole.shape[1])
+        unpacked, _held = _unpacked(whole)
+        for layout in self._attempts(inputs):
+            size = layout.weight_bytes(outputs, inputs)
+            place = self.slabs.room(size)
+            scale = torch.empty(
+                layout.scale_bytes(outputs, inputs), dtype=torch.uint8, device="cpu"
+            )
+            if library.kernel().mr_pack(
+                self._kernel_workspace(),
+                unpacked,
+                layout.number,
+                abi.packed(place),
+                abi.packed(scale),
+            ):
+                break
+        self.saved_bytes += 2 * outputs * inputs - size
+        return {
+            "weight": self._packed(self.slabs.take(size)),
+            "scale": self._packed(scale if len(scale) else None),
+            "format": layout.number,
+        }
+
+    def _attempts(self, inputs: int) -> list[WeightFormat]:
+        """Formats that floats may be packed as, the first that they fit into; the last one takes
+        any. NativeUnavailable for a number of inputs that it does not take.
+        """
+        wanted = exact_format() if self.format is None or self.format.quantised else self.format
+        if inputs % wanted.piece:
+            raise library.NativeUnavailable(
+                f"a linear layer with {inputs} inputs, which is not a multiple of {wanted.piece}"
+            )
+        twelve = self.twelve_bits and wanted == INT16 and not inputs % INT12.piece
+        return [INT12, wanted] if twelve and library.kernel().mr_int12_products() else [wanted]
+
+    def _blocks(self, parts: Sequence[QuantisedWeight], runs: Sequence[Run]) -> dict[str, object]:
+        """Blocks of one kind, as they are → fields of a Linear."""
+        layout = _format_of(parts[0])
+        inputs, held = parts[0].shape[1], [part.blocks() for part in parts]
+        outputs = sum(run.count for run in runs)
+        rows = np.zeros(padded(outputs), np.uintp)
+        np.concatenate(
+            [_addresses(held[run.part], run.begin, run.count) for run in runs], out=rows[:outputs]
+        )
+        size = layout.weight_bytes(len(rows), inputs)
+        place = self.slabs.room(size)
+        scale = self.slabs_of_scales.room(layout.scale_bytes(len(rows), inputs))
+        bad = library.kernel().mr_pack_rows(
+            self._kernel_workspace(),
+            abi.ffi.from_buffer("void *[]", rows),
+            len(rows),
+            inputs,
+            layout.number,
+            abi.packed(place),
+            abi.packed(scale),
+        )
+        if bad >= 0:
+            part, row = _row_of(runs, bad)
+            raise UserError(
+                f"{parts[part].place} is damaged: a scale of its row {row} is not finite; download "
+                "or convert the model again"
+            )
+        self.saved_bytes += 2 * len(rows) * inputs - size - scale.numel()
+        return {
+            "weight": self._packed(self.slabs.take(size)),
+            "scale": self._packed(self.slabs_of_scales.take(scale.numel())),
+            "format": layout.number,
+        }
+
+    def _columns(
+        self, parts: Sequence[Weight], runs: Sequence[Run], inputs: int
+    ) -> dict[str, object]:
+        """Parts of several formats, each packed by itself, and where each column lies → fields of a
+        Linear.
+        """
+        whole = [Run(0, 0, 0)] * len(parts)
+        columns = abi.ffi.new("Column[]", padded(sum(run.count for run in runs)) // COLUMN)
+        packed = []
+        for i, part in enumerate(parts):
+            whole[i] = Run(0, 0, len_of(part))
+            fields = (
+                self._floats([part], [whole[i]])
+                if isinstance(part, Tensor)
+                else self._blocks([part], [whole[i]])
+            )
+            packed.append(abi.new("Linear", **fields, inputs=inputs, outputs=padded(len_of(part))))
+        at = 0
+        for run in runs:
+            for column in range(run.begin // COLUMN, (run.begin + run.count) // COLUMN):
+                library.kernel().mr_column(packed[run.part], column, columns + at)
+                at += 1
+        self.tensors.append(columns)
+        return {"columns": columns, "format": packed[0].format}
+
+    def table(self, embedding: Weight, head: abi.CData | None = None) -> abi.CData:
+        """The embedding [vocab, hidden]: bf16 as it is, or blocks packed as a layer. head: the
+        model's, if it has the same weights.
+        """
+        vocab = len_of(embedding)
+        if isinstance(embedding, Tensor):
+            rows = embedding.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+            return abi.new("Table", rows=self.address(rows), vocab=vocab)
+        packed = self.linear(embedding) if head is None else head
+        return abi.new("Table", packed=packed[0], vocab=vocab)
 
     def _kernel_workspace(self) -> abi.CData:
         if self.workspace is None:
@@ -280,7 +333,7 @@ class Owner:
         )
         return abi.new(
             "Screen",
-            linear=replace(self, layout=W8A8).linear(weight, bias)[0],
+            linear=replace(self, format=Q8_0).linear(weight, bias)[0],
             error=self.address(norms[0]),
             norm=self.address(norms[1]),
         )
@@ -299,6 +352,32 @@ class Owner:
         wide = torch.zeros(up.shape[0], padded(down.shape[0]), dtype=up.dtype, device=up.device)
         wide[:, : down.shape[0]] = up.detach()
         return self.linear(down), self.linear(wide)
+
+
+def len_of(weight: Weight) -> int:
+    """The outputs of a weight."""
+    return int(weight.shape[0])
+
+
+def _format_of(part: QuantisedWeight) -> WeightFormat:
+    found = format_named(part.format)
+    assert found is not None, part.format  # files with other kinds are refused when they are read
+    return found
+
+
+def _addresses(blocks: np.ndarray, begin: int, count: int) -> np.ndarray:
+    """Where rows [begin, begin + count) begin."""
+    first, step = blocks.ctypes.data, blocks.strides[0]
+    return (first + step * np.arange(begin, begin + count)).astype(np.uintp)
+
+
+def _row_of(runs: Sequence[Run], output: int) -> tuple[int, int]:
+    """The part and row of a packed output."""
+    for run in runs:
+        if output < run.count:
+            return run.part, run.begin + output
+        output -= run.count
+    raise IndexError(output)
 
 
 def interleave_gate_up(gate: Tensor, up: Tensor) -> Tensor:

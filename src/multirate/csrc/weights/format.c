@@ -1,0 +1,146 @@
+#include "format.h"
+
+#include <math.h>
+#include <string.h>
+
+// Python reads the table by these (model/native/formats.py).
+const char *mr_format_name(int format) {
+    return formats[format].name;
+}
+
+int mr_format_piece(int format) {
+    return formats[format].piece;
+}
+
+#define QUANTISED(NAME, BITS, START, ZERO, FACTORS, READ)                                          \
+    {#NAME,                                                                                        \
+     ROWS_BYTES,                                                                                   \
+     FACTORS ? SUPER : BLOCK,                                                                      \
+     BITS,                                                                                         \
+     START,                                                                                        \
+     ZERO,                                                                                         \
+     FACTORS,                                                                                      \
+     READ,                                                                                         \
+     FACTORS ? SUPER : BLOCK,                                                                      \
+     sizeof(Block##NAME)}
+
+const Format formats[WEIGHT_FORMATS] = {
+    [WEIGHTS_BF16] = {"BF16", ROWS_FLOAT, 2, 16},
+    [WEIGHTS_INT16] = {"INT16", ROWS_FIXED, 2, 16},
+    [WEIGHTS_INT12] = {"INT12", ROWS_FIXED, 8, 12},
+    [WEIGHTS_Q8_0] = QUANTISED(Q8_0, 8, START_128, 128, 0, read_q8_0),
+    [WEIGHTS_Q4_0] = QUANTISED(Q4_0, 4, START_8, 8, 0, read_q4_0),
+    [WEIGHTS_Q4_1] = QUANTISED(Q4_1, 4, SCALED_SUM, 0, 0, read_q4_1),
+    [WEIGHTS_Q5_0] = QUANTISED(Q5_0, 5, START_16, 16, 0, read_q5_0),
+    [WEIGHTS_Q5_1] = QUANTISED(Q5_1, 5, SCALED_SUM, 0, 0, read_q5_1),
+    [WEIGHTS_Q4_K] = QUANTISED(Q4_K, 4, SCALED_SUM, 0, 1, read_q4_k),
+    [WEIGHTS_Q5_K] = QUANTISED(Q5_K, 5, SCALED_SUM, 0, 1, read_q5_k),
+    [WEIGHTS_Q6_K] = QUANTISED(Q6_K, 6, START_HALVES, 32, 1, read_q6_k),
+};
+
+float from_fp16(fp16 half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31,
+             mantissa = half & 0x3ff;
+    union {
+        uint32_t bits;
+        float f;
+    } out;
+    if (exponent == 31)
+        out.bits = sign | 0x7f800000u | mantissa << 13;
+    else if (exponent)
+        out.bits = sign | (exponent + 112) << 23 | mantissa << 13;
+    else {
+        out.f = (float)mantissa * 0x1p-24f;
+        out.bits |= sign;
+    }
+    return out.f;
+}
+
+fp16 to_fp16(float f) {
+    union {
+        float f;
+        uint32_t bits;
+    } in = {f};
+    uint32_t sign = in.bits >> 16 & 0x8000, size = in.bits & 0x7fffffffu;
+    if (size > 0x7f800000u)
+        return (fp16)(sign | 0x7e00); // not a number
+    if (size >= 0x477ff000u)
+        return (fp16)(sign | 0x7c00); // rounds to infinity
+    if (size < 0x38800000u) {         // below the normal numbers: steps of 2^-24
+        in.bits = size;
+        return (fp16)(sign | (uint32_t)lrintf(in.f * 0x1p24f));
+    }
+    uint32_t rounded = size + 0xfff + (size >> 13 & 1);
+    return (fp16)(sign | (rounded - (112u << 23)) >> 13);
+}
+
+// Byte `at` of line k of a column's 32 inputs.
+static unsigned unsqueezed(const uint8_t *lines, int bits, int k, int at) {
+    if (bits == 8)
+        return lines[k * LINE_BYTES + at];
+    unsigned byte = lines[k / 2 * LINE_BYTES + at], four = k % 2 ? byte >> 4 : byte & 15;
+    const uint8_t *more = lines + 4 * LINE_BYTES;
+    if (bits == 5)
+        four |= (more[at] >> k & 1u) << 4;
+    if (bits == 6)
+        four |= (more[k / 4 * LINE_BYTES + at] >> 2 * (k % 4) & 3u) << 4;
+    return four;
+}
+
+static fp16 half_at(const uint8_t *from) {
+    fp16 half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+
+void decode_output(const Column *column, int output, int inputs, float *to) {
+    const Format *f = format_of(column->format);
+    const uint8_t *lines = column->weight, *scales = column->scale;
+    size_t lines_bytes = column_bytes(f, BLOCK), halves = COLUMN * sizeof(fp16);
+    for (long b = 0; b < inputs / BLOCK; b++, lines += lines_bytes, to += BLOCK) {
+        const uint8_t *at = scales + scale_bytes(f, f->factors ? b / 8 * SUPER : b * BLOCK);
+        float scale = from_fp16(half_at(at + 2 * output)), unit[2] = {scale, scale}, least = 0.0f;
+        if (has_least(f))
+            least = from_fp16(half_at(at + halves + 2 * output));
+        if (f->factors) {
+            const uint8_t *bytes = at + halves * (has_least(f) ? 2 : 1) + b % 8 * 2 * COLUMN;
+            if (has_least(f)) {
+                unit[0] = unit[1] = scale * bytes[output];
+                least = -(least * bytes[COLUMN + output]);
+            } else {
+                unit[0] = scale * ((const int8_t *)bytes)[output];
+                unit[1] = scale * ((const int8_t *)bytes)[COLUMN + output];
+            }
+        }
+        for (int i = 0; i < BLOCK; i++) {
+            int q = (int)unsqueezed(lines, f->bits, i / 4, 4 * output + i % 4) - f->zero;
+            float w = unit[i / 16] * (float)q;
+            to[i] = has_least(f) ? w + least : w;
+        }
+    }
+}
+
+int64_t mr_column_bytes(int format, int inputs) {
+    return (int64_t)column_bytes(format_of(format), inputs);
+}
+
+int64_t mr_scale_bytes(int format, int inputs) {
+    const Format *f = format_of(format);
+    if (f->read)
+        return (int64_t)scale_bytes(f, inputs);
+    return f->rows == ROWS_FIXED ? COLUMN * (int64_t)sizeof(float) : 0;
+}
+
+void mr_decode_output(const Linear *linear, int output, float *to) {
+    Column column = column_of(linear, output / COLUMN);
+    decode_output(&column, output % COLUMN, linear->inputs, to);
+}
+
+int64_t mr_row_bytes(int format, int inputs) {
+    const Format *f = format_of(format);
+    return (int64_t)inputs / f->inputs * f->bytes;
+}
+
+void mr_column(const Linear *linear, int column, Column *to) {
+    *to = column_of(linear, column);
+}

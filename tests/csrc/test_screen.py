@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.packing import W8_BLOCK, Owner, padded, screened
+from multirate.model.native.formats import screened
+from multirate.model.native.packing import Owner, padded
 from multirate.model.noise import Noise
 
 from .harness import bf16_values, pointer, randn
@@ -126,9 +127,9 @@ def test_rows_along_the_copys_error_are_within_the_bounds(sign: int) -> None:
     """
     weight = bf16_values(200, 256)
     integers, units = bytes_by_block(weight)
-    copied = integers.float() * units.float().repeat_interleave(W8_BLOCK, dim=1)
+    copied = integers.float() * units.float().repeat_interleave(32, dim=1)
     lacking = weight - copied
-    steps = lacking.view(200, -1, W8_BLOCK)
+    steps = lacking.view(200, -1, 32)
     unit = steps.abs().amax(dim=2, keepdim=True) / 127
     x = ((steps / unit).round() * unit).view(200, -1)[:60]
     check(weight, sign * x)

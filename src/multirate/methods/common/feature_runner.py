@@ -19,8 +19,8 @@ from multirate.methods.common.packed_layer import packed_layer
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
-from multirate.model.native.own_layer import tiles
 from multirate.model.native.formats import draft_format, mixing_format
+from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner
 
 

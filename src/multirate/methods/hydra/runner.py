@@ -24,8 +24,8 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.formats import draft_format
+from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows

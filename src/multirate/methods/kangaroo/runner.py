@@ -20,8 +20,8 @@ from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder
-from multirate.model.native.own_layer import tiles
 from multirate.model.native.formats import draft_format
+from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner
 
 

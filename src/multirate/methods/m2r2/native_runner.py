@@ -19,8 +19,8 @@ from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.adapters import AdapterPack
-from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.formats import draft_format, mixing_format
+from multirate.model.native.own_layer import OwnLayer, tiles
 from multirate.model.native.packing import Owner
 
 

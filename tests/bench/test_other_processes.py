@@ -30,5 +30,5 @@ def test_this_process_is_not_another() -> None:
     while other_processes._seconds()[2] < before[2] + 0.2:
         sum(range(10_000))
     now = other_processes._seconds()
-    # the machine's clock counts ticks of 10 ms, and may miss some of a process that others interrupt
+    # the machine's clock counts ticks of 10 ms, and may miss some of them
     assert now[1] - before[1] > 0.1

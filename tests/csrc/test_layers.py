@@ -15,6 +15,7 @@ from torch import Tensor
 from multirate.model.kv_cache import LayerKV
 from multirate.model.native import abi, library
 from multirate.model.native.cache import NativeKVCache
+from multirate.model.native.formats import WeightFormat
 from multirate.model.native.packing import Owner, interleave_gate_up
 from multirate.model.rows import Rows
 
@@ -47,7 +48,7 @@ class Case:
     adapted: bool = False
     rank: int = 8
     threads: int = 2
-    layout: int | None = None
+    layout: WeightFormat | None = None
     weights: Callable[..., Tensor] = bf16_values
 
     def __post_init__(self) -> None:

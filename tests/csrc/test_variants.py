@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.packing import BF16, Owner, interleave_gate_up, padded
+from multirate.model.native.formats import BF16, Q4_1
+from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
 
@@ -134,6 +135,19 @@ def test_layers(same_bits: Callable[..., None], kind: str, name: str) -> None:
         return [
             case.run(KINDS[kind](len(rows), HIDDEN, seed=i), rows) for i, rows in enumerate(passes)
         ]
+
+    same_bits(compute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_of_quantised_weights(same_bits: Callable[..., None], name: str) -> None:
+    """Whatever their weights: sums of a block are integers (weights/arch.h)."""
+
+    def compute() -> Results:
+        case = Case(**CASES[name], layout=Q4_1)  # type: ignore[arg-type]
+        tree = Rows.draft_tree(0, 70, [0, 0, 1, 1, 2, 3, 6, 4])
+        passes = [Rows.causal(0, 0, 70), tree, Rows.causal(0, 70, 1)]
+        return [case.run(randn(len(rows), HIDDEN, seed=i), rows) for i, rows in enumerate(passes)]
 
     same_bits(compute)
 

@@ -199,9 +199,7 @@ class Owner:
         unpacked, _held = _unpacked(weight)
         outputs, inputs = weight.shape
         made = np.empty((outputs, to.row_bytes(inputs)), np.uint8)
-        library.kernel().mr_quantise(
-            self._kernel_workspace(), unpacked, to.number, abi.flags(made)
-        )
+        library.kernel().mr_quantise(self._kernel_workspace(), unpacked, to.number, abi.flags(made))
         return QuantisedWeight("of a layer", GGMLQuantizationType[to.name], (outputs, inputs), made)
 
     def _floats(self, parts: Sequence[Tensor], runs: Sequence[Run]) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multirate.model.native import abi, library
+from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.formats import WeightFormat
 from multirate.model.native.packing import Owner
 
@@ -66,3 +66,10 @@ def linear(
         into is not None,
     )
     return y[:, : len(weight)]
+
+
+def embedding_of(decoder: NativeDecoder) -> Tensor:
+    """The rows that a decoder embeds tokens with, bf16 [vocab, hidden], in their own memory."""
+    table, hidden = decoder.stream().table, decoder.info.hidden_size
+    memory = abi.ffi.buffer(table.rows, table.vocab * hidden * 2)
+    return torch.frombuffer(memory, dtype=torch.bfloat16).view(table.vocab, hidden)

@@ -34,7 +34,7 @@ def top(
 def test_embed() -> None:
     table = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     ids, x = torch.tensor([3, 49, 0, 3]), torch.empty(4, 64)
-    library.kernel().mr_embed(pointer(table), 50, pointer(ids), 4, 64, 2.0, pointer(x))
+    library.kernel().mr_embed(Owner().table(table), pointer(ids), 4, 64, 2.0, pointer(x))
     assert torch.equal(x, table[ids].float() * 2)
 
 
@@ -42,7 +42,7 @@ def test_what_is_no_token_has_no_embedding() -> None:
     """A draft's token may be any number: it is never read from beside the table."""
     table = torch.ones(50, 64, dtype=torch.bfloat16)
     ids, x = torch.tensor([-1, 50, 2**62, -(2**63), 7]), torch.empty(5, 64)
-    library.kernel().mr_embed(pointer(table), 50, pointer(ids), 5, 64, 1.0, pointer(x))
+    library.kernel().mr_embed(Owner().table(table), pointer(ids), 5, 64, 1.0, pointer(x))
     assert torch.equal(x.sum(-1), torch.tensor([0.0, 0.0, 0.0, 0.0, 64.0]))
 
 
@@ -126,7 +126,7 @@ def test_a_pass_reads_the_head_and_takes_the_first_of_equals(vocab: int, noisy: 
         abi.NULL,
         abi.NULL,
         abi.new("Rows", count=3, **COLUMNS),
-        pointer(table),
+        owner.table(table),
         abi.longs(ids),
         pointer(x),
         0,

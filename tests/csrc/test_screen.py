@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.formats import screened
+from multirate.model.native.formats import Q8_0, screened
 from multirate.model.native.packing import Owner, padded
 from multirate.model.noise import Noise
 
 from .harness import bf16_values, pointer, randn
-from .reference_packing import bytes_by_block
 
 
 @pytest.fixture(autouse=True)
@@ -126,8 +125,7 @@ def test_rows_along_the_copys_error_are_within_the_bounds(sign: int) -> None:
     exact.
     """
     weight = bf16_values(200, 256)
-    integers, units = bytes_by_block(weight)
-    copied = integers.float() * units.float().repeat_interleave(32, dim=1)
+    copied = Owner().quantised(weight, Q8_0).dequantise(torch.float32)
     lacking = weight - copied
     steps = lacking.view(200, -1, 32)
     unit = steps.abs().amax(dim=2, keepdim=True) / 127

@@ -27,6 +27,8 @@ from multirate.model.native import NativeDecoder, abi, library
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.rows import Rows
 
+from .harness import embedding_of
+
 VOCAB, EXIT = 61, 1
 
 
@@ -434,7 +436,7 @@ def test_logits_that_are_not_finite_end_the_verification_of_a_given_draft() -> N
     decoder, prompt = make_decoder(), [5, 6, 7]
     cache, token = start(decoder, prompt)
     noise = Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]).noise(0)
-    decoder.table[token] = torch.nan
+    embedding_of(decoder)[token] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         decoder.verify_draft(cache, 0, [token, 3], [0], noise)
     assert cache.lengths == [len(prompt)]
@@ -454,6 +456,6 @@ def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     steps = FusedSteps(decoder, stream, None, limits, refresh=False)
     steps.begin(cache, None, Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]))
     steps.enter(0, [token], text=[*prompt, token])
-    decoder.table[token] = torch.nan
+    embedding_of(decoder)[token] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         steps.run(Growth(3))

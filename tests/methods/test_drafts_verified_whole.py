@@ -196,11 +196,12 @@ def test_other_settings_and_batches_are_verified_in_parts_until_one_is_left(
 
 @pytest.mark.parametrize("name", ["token_recycling", "lookahead"])
 def test_logits_that_are_not_finite_end_the_text_with_a_reason(name: str) -> None:
-    decoder = NativeDecoder(model_of(LLAMA, torch.bfloat16))
+    model = model_of(LLAMA, torch.bfloat16)
+    decoder = NativeDecoder(model)
     step, stop = SpeculativeStep(DRAFTERS[name](decoder)), StopSettings(max_new_tokens=30)
 
     def spoil(session: Any, step: Any) -> None:
-        decoder.table[:] = torch.nan
+        model.get_input_embeddings().weight.data[:] = torch.nan
 
     with pytest.raises(UserError, match="not finite"):
         generate(decoder, step, PROMPTS[:1], SamplingSettings(1.0, seed=3), stop, after_step=spoil)

@@ -320,7 +320,7 @@ class Owner:
         return self.workspace.address
 
     def screen(self, weight: Tensor, bias: Tensor | None) -> abi.CData:
-        """A head's copy that screens its tokens."""
+        """A head's copy that screens its tokens; NULL if its weights are too large for one."""
         norms = torch.zeros(2, padded(len(weight)), dtype=torch.float32, device="cpu")
         unpacked, _held = _unpacked(weight)
         library.kernel().mr_screening_norms(
@@ -329,6 +329,8 @@ class Owner:
             abi.tensor(norms[0]),
             abi.tensor(norms[1]),
         )
+        if not norms.isfinite().all():
+            return abi.NULL
         return abi.new(
             "Screen",
             linear=replace(self, format=Q8_0).linear(weight, bias)[0],

@@ -19,8 +19,9 @@ import multirate
 from gguf_models import tiny_files
 from multirate.decoding.logits import SamplingSettings
 from multirate.errors import Notice, UserError
+from multirate.gguf_models.file import GgufFile
 from multirate.gguf_models.load import load_gguf
-from multirate.gguf_models.weights import _row_order
+from multirate.gguf_models.weights import _row_order, weight_in_file
 from multirate.hub import load_model
 from multirate.model.hf.decoder import relative_difference
 from multirate.model.load import load_decoder
@@ -328,6 +329,15 @@ def test_quantising_what_the_kernel_cannot_run_is_refused() -> None:
     model = tiny_files.tiny("mixtral").bfloat16()
     with pytest.raises(UserError, match="weights q8_0 need the native kernel, which cannot run"):
         multirate.attach(model, weights="q8_0")
+
+
+def test_experts_are_one_below_another(tmp_path: Path) -> None:
+    file = GgufFile(tiny_files.write(tmp_path / "m.gguf", "mixtral", Kind.Q4_1))
+    name = "blk.1.ffn_down_exps.weight"
+    experts, (count, outputs, _) = weight_in_file(file, name), file.tensors[name].shape
+    for expert in range(count):
+        one = experts[expert * outputs : (expert + 1) * outputs].dequantise(torch.float32)
+        assert np.array_equal(one.numpy(), file.values(name)[expert])
 
 
 def test_weights_are_read_from_their_file_only_when_needed(tmp_path: Path) -> None:

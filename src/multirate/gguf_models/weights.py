@@ -88,15 +88,25 @@ def _left_in_file(
         if len(tensors) == 1 and len(tensor.shape) == 2:
             rows = _row_order(undo, tensor)
             if rows is not None:
-                found[name] = QuantisedWeight(
-                    tensor.name,
-                    tensor.kind,
-                    tensor.shape,
-                    file.source,
-                    tensor.begin,
-                    None if (np.diff(rows) == 1).all() else rows,
-                )
+                found[name] = weight_in_file(file, tensor.name, rows)
     return found
+
+
+def weight_in_file(file: GgufFile, name: str, rows: np.ndarray | None = None) -> QuantisedWeight:
+    """A tensor of the file, left there. A mixture's experts [E, outputs, inputs] become one matrix,
+    one expert below another. rows: as in QuantisedWeight.
+    """
+    tensor = file.tensors[name]
+    outputs, inputs = math.prod(tensor.shape[:-1]), tensor.shape[-1]
+    in_order = rows is None or bool((np.diff(rows) == 1).all())
+    return QuantisedWeight(
+        name,
+        tensor.kind,
+        (outputs, inputs),
+        file.source,
+        tensor.begin,
+        None if in_order else rows,
+    )
 
 
 def _row_order(undo: TensorProcessor, tensor: FileTensor) -> np.ndarray | None:

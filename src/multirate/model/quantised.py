@@ -8,7 +8,6 @@ QuantisedWeight as its attribute `quantised`.
 from __future__ import annotations
 
 import copy
-import math
 import os
 import weakref
 from collections import Counter
@@ -81,13 +80,13 @@ class FileBytes:
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A weight in blocks. `weight[rows]` is a part of it, or its rows in another order."""
+    """A matrix in blocks. `weight[rows]` is a part of it, or its rows in another order."""
 
     name: str
     """Of the tensor in its file, or of the parameter that was quantised."""
     kind: GGMLQuantizationType
-    shape: tuple[int, ...]
-    """In torch's order: the last dimension is cut into blocks."""
+    shape: tuple[int, int]
+    """Outputs and inputs; the inputs are cut into blocks."""
     source: FileBytes | np.ndarray
     """A file, or the blocks, uint8 [rows, row_bytes]."""
     begin: int = 0
@@ -102,7 +101,7 @@ class QuantisedWeight:
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> QuantisedWeight:
-        """rows: a slice or an index [n], of a matrix."""
+        """rows: a slice or an index [n]."""
         chosen = np.asarray(rows, np.int64) if not isinstance(rows, slice) else rows
         every = np.arange(len(self), dtype=np.int64) if self.rows is None else self.rows
         found = every[chosen]
@@ -118,7 +117,7 @@ class QuantisedWeight:
     @property
     def nbytes(self) -> int:
         """What its blocks take."""
-        return math.prod(self.shape[:-1]) * self.row_bytes
+        return len(self) * self.row_bytes
 
     @property
     def format(self) -> str:
@@ -136,8 +135,7 @@ class QuantisedWeight:
         """Rows [start, stop) in the format's own blocks, uint8 [rows, row_bytes]. Raises UserError
         as FileBytes.read.
         """
-        count = math.prod(self.shape[:-1])
-        wanted = range(count)[start:stop]
+        wanted = range(len(self))[start:stop]
         if self.rows is None:
             return self._stored(wanted.start, wanted.stop)
         rows = self.rows[wanted.start : wanted.stop]
@@ -164,7 +162,7 @@ class QuantisedWeight:
         """
         if rows is not None:
             return self[rows].dequantise(dtype)
-        count, inputs = math.prod(self.shape[:-1]), self.shape[-1]
+        count, inputs = self.shape
         found = torch.empty(count, inputs, dtype=dtype, device="cpu")
         step = max(16, _CHUNK_VALUES // inputs)
         for start in range(0, count, step):
@@ -176,7 +174,7 @@ class QuantisedWeight:
                     "model again"
                 )
             found[start : start + step] = torch.from_numpy(values)
-        return found.view(self.shape)
+        return found
 
     def values_at(self, index: np.ndarray) -> np.ndarray:
         """The numbers at places of the flattened weight, float32 like `index` [n]."""
@@ -300,7 +298,7 @@ def quantised_copy(model: Any, weights: str) -> Any:
         kind = gguf.GGMLQuantizationType["Q8_0" if module in ends else weights.upper()]
         if module.weight.shape[1] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
             blocks = quantised_blocks(module.weight, kind)
-            found[name] = QuantisedWeight(name, kind, tuple(module.weight.shape), blocks)
+            found[name] = QuantisedWeight(name, kind, (len(blocks), module.weight.shape[1]), blocks)
     put(twin, found, torch.bfloat16)
     _cast(twin, lambda held: torch.float32 if held.ndim < 2 else torch.bfloat16)
     twin.config.dtype = torch.bfloat16

@@ -6,42 +6,35 @@ from render.common import load, processor, same_text, table, times
 
 M2R2_OWN = "m2r2-carry:lookup=0"
 ROWS = {
-    "generate": "`transformers` `generate`",
-    "llamacpp-q4_0": "llama.cpp, 4-bit weights (Q4_0)",
-    "autoregressive": "multirate without drafts",
-    "sam": "text lookup (the default)",
-    "eagle3": "EAGLE-3's drafts alone",
-    M2R2_OWN: "M2R2's drafts alone",
-    "m2r2-carry": "M2R2 + text lookup",
+    "generate": ("`transformers` `generate`", "bf16"),
+    "llamacpp-q4_1": ("llama.cpp", "Q4_1, the file as it is"),
+    "autoregressive-bf16": ("multirate without drafts", "bf16"),
+    "autoregressive": ("multirate without drafts", "Q4_1, the file as it is"),
+    "sam": ("text lookup (the default)", "Q4_1"),
+    M2R2_OWN: ("M2R2's drafts alone", "Q4_1"),
+    "m2r2-carry": ("M2R2 + text lookup", "Q4_1"),
 }
-"""A row's speedup comes from what its name says and from nothing else."""
+"""A row's method and weights. Its speedup comes from these and from nothing else."""
 
 
 def block() -> list[str]:
     """The table, and the line under it."""
-    run, equal = load("mt_bench_smollm2"), load("equal_training_gpu")
+    run = load("quantised_smollm2")
     rows = {row["method"]: row for row in run["rows"]}
     lines = []
-    for method, name in ROWS.items():
+    for method, (name, weights) in ROWS.items():
         row = rows[method]
-        same = same_text([row], run["prompts"])
-        if not row["lossless"]:
-            same += " (4-bit arithmetic)"
-        elif row["near_ties"]:
-            same = f"{same.partition(',')[0]} (bf16 rounding)"
+        same = same_text([row], run["prompts"]).partition(" ")[0].partition(",")[0]
         trained = run["accelerators"].get(method.split(":")[0])
-        need = "no" if trained is None else f"yes ({trained['tokens'] / 1e6:.1f}M tokens)"
+        need = "no" if trained is None else f"{trained['tokens'] / 1e6:.1f}M tokens"
         cells = f"{row['tokens_per_second']:.0f}", times(row["speedup"]), need, same
-        lines.append((name, *cells))
-    ahead = {row["method"]: times(row["speedup"]) for row in equal["rows"]}
+        lines.append((name, weights, *cells))
     return [
-        table(("method", "tokens/s", "speedup", "needs training", "same text as row 3"), lines),
-        f"SmolLM2-135M-Instruct, {run['prompts']} MT-Bench prompts ({len(run['loops'])} more end "
-        f"in loops and are left out), {run['threads']} threads of an {processor(run)}, "
-        f"{str(run['date'])[:10]}, {run['dtype']} from a 4-bit file, greedy, up to "
-        f"{run['max_new_tokens']} tokens. "
-        "EAGLE-3 had less training here; in another run, with equal GPU time, it was ahead "
-        f"({ahead['eagle3']} to {ahead[M2R2_OWN]}). "
-        "Reproduce: `bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless mt_bench`. "
+        table(("method", "weights", "tokens/s", "speedup", "training", "same text"), lines),
+        f"SmolLM2-135M-Instruct's Q4_1 file, {run['prompts']} MT-Bench prompts "
+        f"({len(run['loops'])} more end in loops and are left out), {run['threads']} threads of an "
+        f"{processor(run)}, {str(run['date'])[:10]}, greedy, up to {run['max_new_tokens']} tokens. "
+        "Same text: as row 4. Reproduce: "
+        "`bash lab/recipes/smollm2/quantised.sh EVAL runs/quantised`. "
         "[All results](lab/results/README.md).",
     ]

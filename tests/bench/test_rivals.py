@@ -22,6 +22,7 @@ from multirate.bench.runner import MethodRun, Unavailable, measure, summarise
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
 from multirate.model.native import NativeDecoder, library
+from multirate.model.quantised import quantised_copy
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(3)]
 
@@ -55,6 +56,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "model.gguf").write_text("weights")
     monkeypatch.setattr(rival, "_WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(rival, "format_of", lambda source: "BF16")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "model.gguf"
@@ -68,7 +70,9 @@ def test_names_and_arguments() -> None:
     assert set(all_rivals()) >= {"llamacpp", "assisted", "assistant"}
     assert parse_rivals("assistant=a/b") == {"assistant": "a/b"}
     assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
-    with pytest.raises(UserError, match="names 'vllm'; accepted: assistant, assisted, llamacpp"):
+    with pytest.raises(
+        UserError, match="'vllm'; accepted: assistant, assisted, bf16, llamacpp"
+    ):
         parse_rivals("vllm")
     with pytest.raises(UserError, match="assisted takes no argument"):
         parse_rivals("assisted=3")
@@ -103,6 +107,28 @@ def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
     assert plain.speedup == 1.0  # however fast the others are
     kept = sorted(p.read_text() for p in (installed.parent / "cache/multirate/rivals").iterdir())
     assert kept == ["BF16", "Q4_0", "Q8_0"]
+
+
+def test_a_quantised_file_runs_as_it_is(
+    engine: Engine, installed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rival, "format_of", lambda source: "Q4_1")
+    with ExitStack() as stack:
+        rows, missing = prepare({"llamacpp": str(installed)}, lambda a: contest(engine, stack, a))
+    assert not missing
+    assert [row.name for row in rows] == ["llamacpp-q4_1", "llamacpp-q4_1-lookup"]
+
+
+def test_plain_decoding_of_expanded_weights(engine: Engine) -> None:
+    quantised = attach(quantised_copy(engine.model, "q8_0"), tokenizer=engine.tokenizer)
+    with ExitStack() as stack:
+        (row,), _ = prepare({"bf16": None}, lambda a: contest(quantised, stack, a))
+        _, missing = prepare({"bf16": None}, lambda a: contest(engine, stack, a))
+    assert (row.name, row.lossless) == ("autoregressive-bf16", False)
+    expanded = row.run(PROMPTS[0].tokens).tokens
+    assert len(expanded) == 6
+    assert missing[0]["reason"] == "the model's weights are not quantised"
+    assert not method_run(quantised, "generate", 6).lossless
 
 
 def test_passes_of_assisted_generation_are_counted(

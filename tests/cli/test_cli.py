@@ -623,7 +623,11 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     assert content["baseline"] == "autoregressive"
     assert content["unavailable"][0]["method"] == "llamacpp"
     assert content["plain_share_of_bandwidth"] > 0
-    refused(run("bench", model, "--data", data, "--rivals", "vllm"), "'vllm'", "assisted, llamacpp")
+    refused(
+        run("bench", model, "--data", data, "--rivals", "vllm"),
+        "'vllm'",
+        "assisted, bf16, llamacpp",
+    )
 
 
 def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_path: Path) -> None:

@@ -23,5 +23,5 @@ for method in ${METHODS:-lite deed calm-classifier specee free mixture_of_depths
 done
 # m2r2-carry, trained as long on the same answers by equal_training.sh
 folders+=(-a "m2r2-carry-equal=$EQUAL/m2r2-carry")
-multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
+multirate bench "$MODEL" --weights bf16 "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 3 \
     -n 96 --points 4 --repeats 1 --methods dynamic --json "$OUT/dynamic.json"

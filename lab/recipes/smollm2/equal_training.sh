@@ -35,5 +35,5 @@ for method in kangaroo medusa hydra eagle eagle3 m2r2-carry; do
         rows+=,$row
     done
 done
-multirate bench "$MODEL" "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 8 \
+multirate bench "$MODEL" --weights bf16 "${folders[@]}" --no-tuned --suite mt_bench --data "$QUESTIONS" --limit 8 \
     -n 128 --repeats 1 --json "$OUT/equal_training.json" --methods "$rows"

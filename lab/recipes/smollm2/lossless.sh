@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every lossless method on every suite: the speed tables (lab/results/mt_bench_smollm2.json and
-# suite_*.json). An hour of an idle machine with two cores.
+# Every lossless method on every suite, on the weights expanded to bf16: the speed tables
+# (lab/results/mt_bench_smollm2.json and suite_*.json). An hour of an idle machine with two cores.
 #
 #   bash lab/recipes/smollm2/lossless.sh EVAL runs/lossless [SUITE...]
 #
@@ -37,7 +37,7 @@ FASTEST=,sam,eagle:lookup=sam,m2r2-carry:lookup=0,m2r2-carry$LARGE
 measure() { # NAME SUITE FILE METHODS OPTIONS...
     local to=$OUT/$1.json suite=$2 data=$EVAL/$3 methods=$4
     shift 4
-    [ -f "$to" ] || multirate bench "$MODEL" "${GIVEN[@]}" --no-tuned --suite "$suite" --data "$data" \
+    [ -f "$to" ] || multirate bench "$MODEL" --weights bf16 "${GIVEN[@]}" --no-tuned --suite "$suite" --data "$data" \
         --methods "$methods" --repeats 1 --json "$to" "$@"
 }
 MT=mt_bench/question.jsonl LONG="-n 256 --leave-out-loops"

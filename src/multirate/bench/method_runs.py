@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from multirate.bench.runner import Answer, MethodRun, Unavailable
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine
 from multirate.errors import first_line
-from multirate.model.quantised import runnable
+from multirate.model.quantised import is_quantised, runnable
 
 GENERATE = "generate"
 GENERATE_STATIC = "generate-static"
@@ -46,9 +47,11 @@ def method_run(
             f"{name} uses other random numbers when sampling, so its text cannot be compared"
         )
     if name == GENERATE:
-        return transformers_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
+        run = transformers_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
+        return of_expanded_weights(engine, run)
     if name == GENERATE_STATIC:
-        return static_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
+        run = static_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
+        return of_expanded_weights(engine, run)
     if not sampling.greedy and not engine.repeats_text(name):
         raise Unavailable(
             f"{name} samples another text from the same distribution, so it cannot be compared"
@@ -83,6 +86,16 @@ def method_run(
         note=note,
         run_batch=run_batch,
     )
+
+
+def of_expanded_weights(engine: Engine, run: MethodRun) -> MethodRun:
+    """A run of transformers' own code: of a quantised model it has other weights than our rows, so
+    its text is another one.
+    """
+    if not is_quantised(engine.model):
+        return run
+    note = "weights expanded to bf16" + (f", {run.note}" if run.note else "")
+    return replace(run, lossless=False, note=note)
 
 
 def transformers_run(

@@ -79,9 +79,10 @@ def command(
     rivals: Annotated[
         str | None,
         typer.Option(
-            help="Also measure, comma-separated: llamacpp (or llamacpp=FILE.gguf), assisted "
-            "(transformers with prompt lookup and early exit) or assistant=MODEL (transformers "
-            "with a draft model).",
+            help="Also measure, comma-separated: llamacpp (or llamacpp=FILE.gguf), bf16 (plain "
+            "decoding of a quantised model's weights expanded to bf16), assisted (transformers "
+            "with prompt lookup and early exit) or assistant=MODEL (transformers with a draft "
+            "model).",
             show_default=False,
             rich_help_panel=help.MEASURED,
         ),

@@ -25,6 +25,7 @@ def command(
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import trainable
     from multirate.model.load import why_not_native
+    from multirate.model.native.formats import instruction_set
     from multirate.model.quantised import device_of, formats_line, is_quantised, weight_bytes
 
     loaded = options.load(model, dtype, device, weights=weights)
@@ -73,7 +74,9 @@ def command(
     reason = why_not_native(loaded.model)
     row(
         "backend",
-        "native (the C kernel)" if reason is None else f"hf (the layers of transformers): {reason}",
+        f"native (the C kernel, {instruction_set()})"
+        if reason is None
+        else f"hf (the layers of transformers): {reason}",
     )
     row("untrained methods", ", ".join(engine.methods()))
     row("trainable methods", ", ".join(trainable()))

@@ -8,7 +8,7 @@ from functools import partial
 
 import transformers
 
-from multirate.bench.method_runs import transformers_run
+from multirate.bench.method_runs import of_expanded_weights, transformers_run
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import MethodRun
 from multirate.model.quantised import runnable
@@ -26,10 +26,11 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     row = partial(transformers_run, model, eos, contest.max_new_tokens, drafts=True)
     layers = max(1, model.config.get_text_config().num_hidden_layers // EXIT_SHARE)
     drafting = f"{version}, the first {layers} layers draft"
-    return [
+    rows = (
         row("generate-lookup", note=version, prompt_lookup_num_tokens=TOKENS),
         row("generate-early-exit", note=drafting, assistant_early_exit=layers),
-    ]
+    )
+    return [of_expanded_weights(contest.engine, one) for one in rows]
 
 
 RIVAL = Rival("assisted", _prepare)

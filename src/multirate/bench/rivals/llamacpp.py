@@ -1,5 +1,6 @@
-"""llama.cpp on the same weights, in bf16, Q8_0 and Q4_0, plainly and with the drafts that its
-Python package has, by prompt lookup: each in its own process.
+"""llama.cpp on the same file as it is, or on the weights of a file that is not quantised, in bf16,
+Q8_0 and Q4_0; plainly and with the drafts that its Python package has, by prompt lookup. Each row
+has its own process.
 """
 
 from __future__ import annotations
@@ -7,20 +8,25 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from multirate.bench.rivals import Contest, Rival
 from multirate.bench.runner import Answer, MethodRun, Unavailable
+from multirate.gguf_models.file import GgufFile
 from multirate.gguf_models.sources import gguf_of_wheel
 from multirate.io import cache_folder
+from multirate.model.quantised import FLOATS
 from multirate.named_models import named
 
 FORMATS = ("BF16", "Q8_0", "Q4_0")
+"""Of a file whose weights are not quantised; quantising twice would cripple it."""
 LOOKUP_TOKENS = 2
 """Drafted at a time by prompt lookup; what its documentation recommends on a CPU."""
 _WORKER = Path(__file__).with_name("llamacpp_worker.py")
@@ -118,10 +124,27 @@ def _prepare(contest: Contest) -> list[MethodRun]:
             "llama.cpp is not installed: pip install llama-cpp-python (its build takes minutes)"
         )
     source = find_gguf(contest.model, contest.argument)
-    files = {wanted: _converted(source, wanted) for wanted in FORMATS}
     return [
-        _row(contest, files[wanted], wanted, n) for n in (0, LOOKUP_TOKENS) for wanted in FORMATS
+        _row(contest, file, name, n)
+        for n in (0, LOOKUP_TOKENS)
+        for name, file in _files(source).items()
     ]
+
+
+def _files(source: Path) -> dict[str, Path]:
+    """By format: a quantised file as it is, and any other converted."""
+    own = format_of(source)
+    if own not in FLOATS:
+        return {own: source}
+    return {wanted: _converted(source, wanted) for wanted in FORMATS}
+
+
+def format_of(source: Path) -> str:
+    """GGUF's name of the format that most of a file's weights have. Raises UserError."""
+    kinds = Counter[str]()
+    for tensor in GgufFile(source).tensors.values():
+        kinds[tensor.kind.name] += math.prod(tensor.shape)
+    return kinds.most_common(1)[0][0]
 
 
 def _row(contest: Contest, file: Path, wanted: str, lookup: int) -> MethodRun:

@@ -123,7 +123,7 @@ class Owner:
 
     format: what weights of floats are packed as; None: `exact_format()`. Blocks stay what they are.
     twelve_bits: where weights of INT16 fit into INT12, they are packed so: the same results from
-    fewer bytes. saved_bytes: how many, of all weights so far, beside two bytes for each.
+    fewer bytes. saved_bytes: how many, of all weights of floats so far, beside two bytes for each.
     """
 
     format: WeightFormat | None = None
@@ -271,7 +271,6 @@ class Owner:
                 f"{parts[part].place} is damaged: a scale of its row {row} is not finite; download "
                 "or convert the model again"
             )
-        self.saved_bytes += 2 * len(rows) * inputs - size - scale.numel()
         return {
             "weight": self._packed(self.slabs.take(size)),
             "scale": self._packed(self.slabs_of_scales.take(scale.numel())),

@@ -233,6 +233,11 @@ def dense(weight: Weight, dtype: torch.dtype | None = None) -> Tensor:
     return weight if dtype is None else weight.to(dtype)
 
 
+def in_blocks(weight: Weight) -> bool:
+    """Whether the kernel multiplies its blocks; a file's floats and tensors it packs as floats."""
+    return isinstance(weight, QuantisedWeight) and weight.format in BLOCKS
+
+
 def split(weight: Weight, sizes: Sequence[int]) -> list[Weight]:
     """Consecutive rows, so many in each part."""
     ends = np.cumsum([0, *sizes]).tolist()

@@ -12,7 +12,7 @@ from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.formats import Q4_1, Q8_0, exact_format
 from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
-from multirate.model.quantised import QuantisedWeight
+from multirate.model.quantised import in_blocks
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class DraftHead:
         """The model's own head, or its outputs ``tokens`` [n], packed as ``owner`` packs weights
         (where that is how the model's are, and all are wanted, it is not copied).
         """
-        as_it_is = isinstance(decoder.head_weight, QuantisedWeight)
+        as_it_is = in_blocks(decoder.head_weight)
         if tokens is None and (as_it_is or owner.format in (None, exact_format())):
             return DraftHead(decoder.head, decoder.info.vocab_size)
         bias = decoder.head_bias

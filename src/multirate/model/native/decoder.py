@@ -9,6 +9,7 @@ is exact, not nearly so.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -57,6 +58,7 @@ from multirate.model.quantised import (
     QuantisedWeight,
     Weight,
     dense,
+    in_blocks,
     is_quantised,
     weight_bytes,
     weight_of,
@@ -183,10 +185,10 @@ class NativeDecoder(Decoder):
         )
         self.head = self._owner.linear(self.head_weight, self.head_bias)
         self.screen = abi.NULL
-        if screened() and isinstance(self.head_weight, Tensor):
-            self.screen = self._owner.screen(self.head_weight, self.head_bias)
+        if screened() and not in_blocks(self.head_weight):
+            self.screen = self._owner.screen(dense(self.head_weight), self.head_bias)
             # a byte and its share of a scale in place of two bytes
-            self._owner.saved_bytes = self.head_weight.numel() * 30 // 32
+            self._owner.saved_bytes = math.prod(self.head_weight.shape) * 30 // 32
         self._layers = list(parts.layers)
         self.positions = self._position_tables(parts, config)
         self.shape = self._shape(parts, config)

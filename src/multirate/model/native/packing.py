@@ -23,7 +23,7 @@ from multirate.model.native.formats import (
     format_named,
     screened,
 )
-from multirate.model.quantised import QuantisedWeight, Weight
+from multirate.model.quantised import QuantisedWeight, Weight, dense, in_blocks
 
 GROUP = 64
 HALF_GROUP = 32  # outputs of gates, and then of ups, in a group of both
@@ -187,7 +187,11 @@ class Owner:
         )
 
     def _as_packed(self, part: Weight) -> Weight:
-        """Floats as blocks, if that is how they are packed and the inputs are whole ones."""
+        """Floats as blocks, if that is how they are packed and the inputs are whole ones. A file's
+        floats as a tensor.
+        """
+        if not in_blocks(part):
+            part = dense(part)
         if not isinstance(part, Tensor) or self.format is None or not self.format.quantised:
             return part
         return part if part.shape[1] % self.format.piece else self.quantised(part, self.format)
@@ -307,8 +311,8 @@ class Owner:
         model's, if it has the same weights.
         """
         vocab = len_of(embedding)
-        if isinstance(embedding, Tensor):
-            rows = embedding.detach().to(device="cpu", dtype=torch.bfloat16).contiguous()
+        if not in_blocks(embedding):
+            rows = dense(embedding, torch.bfloat16).detach().cpu().contiguous()
             return abi.new("Table", rows=self.address(rows), vocab=vocab)
         packed = self.linear(embedding) if head is None else head
         return abi.new("Table", packed=packed[0], vocab=vocab)

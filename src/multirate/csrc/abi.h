@@ -36,7 +36,6 @@ typedef uint16_t bf16;
 #define WEIGHTS_Q5_K 9
 #define WEIGHTS_Q6_K 10
 #define WEIGHT_FORMATS 11
-#define QUANTISED_BLOCK 32 // inputs that share a scale in quantised weights
 
 // 16 outputs of a linear layer, as the packer lays them out.
 typedef struct {

@@ -18,7 +18,7 @@ long lines_ahead(int lanes, int format) {
 typedef const Arch *(*FindArch)(void);
 static const FindArch all[] = {avx512_arch, avx_vnni_arch, avx2_arch, generic_arch};
 
-static const Arch *chosen;
+static const Arch *_Atomic chosen;
 
 const Arch *arch(void) {
     if (!chosen) // threads that come here together choose the same

@@ -15,7 +15,7 @@ typedef struct {
 } ByteRows;
 
 // q = round(x / scale) with scale = largest of the block's |x| / 127. Where a block has an infinity
-// or NaN its scale is NaN. (generic.c; architectures have faster ones with the same result.)
+// or NaN its scale is NaN. (Architectures have faster ones with the same result.)
 typedef void (*QuantiseInputs)(const float *x, int inputs, int8_t *q, float *scales);
 void quantise_inputs(const float *x, int inputs, int8_t *q, float *scales);
 

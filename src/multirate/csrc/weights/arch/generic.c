@@ -4,11 +4,6 @@
 #include <math.h>
 #include <string.h>
 
-typedef struct {
-    int bits, zero_kind;
-    const uint8_t *lines;
-} Block32;
-
 // Line k of a block: 16 outputs × 4 inputs.
 static void line_of(const uint8_t *lines, int bits, int k, uint8_t *to) {
     const uint8_t *low = lines + (bits == 8 ? k : k / 2) * LINE_BYTES,

@@ -15,6 +15,7 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin,
 from multirate.errors import UserError
 
 T = TypeVar("T")
+_SHOWN = 120  # characters of a value in a message
 _MOST = 1 << 63
 """Limit of whole numbers, which are stored in 64 bits."""
 
@@ -28,6 +29,8 @@ def read_as(kind: type[T], data: Any, path: Path, place: str) -> T:
 
     def refuse(field: str, value: Any, accepted: str) -> NoReturn:
         found = reprlib.repr(value)
+        if len(found) > _SHOWN:  # reprlib limits each part, not the whole
+            found = found[: _SHOWN - 3] + "..."
         raise UserError(f"{path}: field '{field}' is {found}; accepted: {accepted}.")
 
     if not isinstance(data, dict):

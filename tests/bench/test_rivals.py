@@ -70,9 +70,7 @@ def test_names_and_arguments() -> None:
     assert set(all_rivals()) >= {"llamacpp", "assisted", "assistant"}
     assert parse_rivals("assistant=a/b") == {"assistant": "a/b"}
     assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
-    with pytest.raises(
-        UserError, match="'vllm'; accepted: assistant, assisted, bf16, llamacpp"
-    ):
+    with pytest.raises(UserError, match="'vllm'; accepted: assistant, assisted, bf16, llamacpp"):
         parse_rivals("vllm")
     with pytest.raises(UserError, match="assisted takes no argument"):
         parse_rivals("assisted=3")

@@ -183,7 +183,7 @@ def test_generate_reads_files_and_stdin_and_prints_statistics(model: str, tmp_pa
         assert part in result.stderr
     drafted = run("generate", model, "-n", "12", "--stats", *DRAFTING, text="hi").stderr
     assert "% of the drafted tokens were accepted" in drafted
-    assert " tokens per pass of the full-precision weights" in drafted
+    assert " tokens per pass" in drafted
 
 
 @pytest.mark.parametrize(
@@ -503,8 +503,8 @@ def test_a_layer_that_is_not_packed_takes_one_line(
 
     load = options.load
 
-    def hooked(*arguments: object) -> object:
-        loaded = load(*arguments)
+    def hooked(*arguments: Any, **settings: Any) -> Any:
+        loaded = load(*arguments, **settings)
         loaded.model.model.layers[0].mlp.register_forward_hook(
             lambda module, inputs, output: output
         )
@@ -712,7 +712,7 @@ def test_bench_that_measured_nothing_leaves_no_new_folder(
     refused(run(*words, f"{own[0]},magic"), "'magic'", "all, dynamic, generate, ", *own)
     assert sorted(tmp_path.rglob("*")) == before
 
-    def interrupted(*arguments: Any) -> None:
+    def interrupted(*arguments: Any, **settings: Any) -> None:
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr("multirate.cli.options.load", interrupted)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, Q4_1
+from multirate.model.native.formats import BF16, Q4_1, WeightFormat
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
@@ -295,7 +295,9 @@ def test_logits_that_are_refined(same_bits: Callable[..., None], kind: str) -> N
 
 @pytest.mark.parametrize("inputs", [64, 250, 704])
 @pytest.mark.parametrize("layout", [None, BF16])
-def test_dense_products(same_bits: Callable[..., None], inputs: int, layout: int | None) -> None:
+def test_dense_products(
+    same_bits: Callable[..., None], inputs: int, layout: WeightFormat | None
+) -> None:
     """Integer sums are exact, and rows are rounded alike; bf16 products are fused. Only a build
     for no processor in particular has neither.
     """
@@ -303,6 +305,6 @@ def test_dense_products(same_bits: Callable[..., None], inputs: int, layout: int
     x[3, 7], x[4] = 1e4, 0
 
     def compute() -> Results:
-        return [linear(bf16_values(130, inputs), x, layout=layout)]
+        return [linear(bf16_values(130, inputs), x, format=layout)]
 
     same_bits(compute, without=("portable",))

@@ -433,8 +433,8 @@ void mr_after_fork(void);
 // WEIGHTS_BF16. Returns 0, after writing a part, if the weights do not fit WEIGHTS_INT12.
 int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *scale);
 // weights/pack_rows.c: lays out quantised weights. rows [count]: where a GGUF tensor's blocks of
-// each output begin, in any order; NULL: an output whose weights are 0. Returns -1, or, after
-// writing a part, the first of them with a scale that is not finite.
+// each output begin, in any order; NULL: an output whose weights are 0. Returns -1, or the first of
+// them with a scale that is not finite, and so no finite product.
 int mr_pack_rows(Workspace *work, const void *const *rows, int count, int inputs, int format,
                  void *to, void *scale);
 // A format's name, and what a layer's inputs are a multiple of.

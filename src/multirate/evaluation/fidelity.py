@@ -90,7 +90,7 @@ def fidelity(full: Reader, quantised: Reader, texts: Sequence[Sequence[int]]) ->
     positions, same = 0, 0
     surprise, own_surprise, divergence = 0.0, 0.0, 0.0
     for text in texts:
-        ids = torch.tensor(text, dtype=torch.int64)
+        ids = torch.tensor(text, dtype=torch.int64, device="cpu")
         if len(ids) < 2:
             continue
         expected, found = (

@@ -54,6 +54,8 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     device = device_of(model)
     if is_quantised(model):
         why = "backend 'hf' was asked for" if backend == "hf" else reason
+        if backend != "hf":
+            NativeDecoder.say_fallback(str(reason))
         say_once(f"expanding the quantised weights to bfloat16: {why}")
         return own_layers_decoder(device)(expanded(model))
     decoder = own_layers_decoder(device)(model)

@@ -120,13 +120,14 @@ def test_processes_that_build_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_command_line_says_it_on_one_line(tmp_path: Path) -> None:
+def test_the_command_line_says_it_and_what_follows(tmp_path: Path) -> None:
     code = "import sys; from multirate.cli.main import run; sys.exit(run())"
     words = ["generate", "-p", "A", "-n", "2", "--speculate", "never"]
     done = run(code, *words, env={**os.environ, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER})
     assert done.returncode == 0, done.stderr
     assert [line[:41] for line in done.stderr.splitlines()] == [
-        "note: the native kernel is not used becau"
+        "note: the native kernel is not used becau",
+        "note: expanding the quantised weights to ",
     ]
 
 

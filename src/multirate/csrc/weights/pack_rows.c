@@ -50,7 +50,7 @@ static int put_scales(const Format *f, const Unit *unit, long b, int output, uin
     return is_finite(unit->scale) && (!has_least(f) || is_finite(unit->least));
 }
 
-// One column; returns the first bad row of it, or -1.
+// One column; returns the first row of it with a scale that is not finite, or -1.
 static int pack_column(const Packing *p, int c) {
     const Format *f = format_of(p->format);
     size_t bytes = column_bytes(f, p->inputs), scale_size = scale_bytes(f, p->inputs),
@@ -58,6 +58,7 @@ static int pack_column(const Packing *p, int c) {
     uint8_t *to = (uint8_t *)p->to + c * bytes, *scales = (uint8_t *)p->scale + c * scale_size;
     memset(to, 0, bytes);
     memset(scales, 0, scale_size);
+    int bad = -1;
     for (int o = 0; o < COLUMN; o++) {
         int row = c * COLUMN + o;
         if (row >= p->count || !p->rows[row])
@@ -66,11 +67,11 @@ static int pack_column(const Packing *p, int c) {
             Unit unit;
             f->read(p->rows[row], b, &unit);
             squeeze(unit.q, f->bits, o, to + b * lines);
-            if (!put_scales(f, &unit, b, o, scales))
-                return row;
+            if (!put_scales(f, &unit, b, o, scales) && bad < 0)
+                bad = row;
         }
     }
-    return -1;
+    return bad;
 }
 
 static void pack_columns(Workspace *work, void *context, int id, int threads) {

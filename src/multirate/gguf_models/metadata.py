@@ -78,7 +78,7 @@ class Metadata:
         if value is None:
             return None
         name = {str: "texts", int: "whole numbers", float: "numbers"}[kind]
-        if not isinstance(value, list) or not all(isinstance(each, kind) for each in value):
+        if not isinstance(value, list) or not all(issubclass(t, kind) for t in {*map(type, value)}):
             self.refuse(key, value, f"a list of {name}")
         if length is not None and len(value) != length:
             self.refuse(key, value, f"a list of {length} {name}, not {len(value)}")

@@ -12,19 +12,21 @@ typedef struct {
 
 // Puts 32 unsigned numbers where one output's are in a column's lines.
 static void squeeze(const uint8_t *q, int bits, int output, uint8_t *lines) {
-    uint8_t *more = lines + 4 * LINE_BYTES;
-    for (int i = 0; i < BLOCK; i++) {
-        int k = i / 4, at = 4 * output + i % 4;
-        if (bits == 8) {
-            lines[k * LINE_BYTES + at] = q[i];
-            continue;
-        }
-        lines[k / 2 * LINE_BYTES + at] |= (uint8_t)((q[i] & 15) << 4 * (k % 2));
-        if (bits == 5)
-            more[at] |= (uint8_t)((q[i] >> 4) << k);
-        if (bits == 6)
-            more[k / 4 * LINE_BYTES + at] |= (uint8_t)((q[i] >> 4) << 2 * (k % 4));
+    uint8_t *to = lines + 4 * output, *more = to + 4 * LINE_BYTES;
+    if (bits == 8) {
+        for (int k = 0; k < 8; k++, to += LINE_BYTES)
+            memcpy(to, q + 4 * k, 4);
+        return;
     }
+    for (int j = 0; j < 4; j++, to += LINE_BYTES)
+        for (int i = 0; i < 4; i++)
+            to[i] = (uint8_t)((q[8 * j + i] & 15) | q[8 * j + 4 + i] << 4);
+    for (int i = 0; bits == 5 && i < 4; i++)
+        for (int k = 0; k < 8; k++)
+            more[i] |= (uint8_t)((q[4 * k + i] >> 4) << k);
+    for (int i = 0; bits == 6 && i < 4; i++)
+        for (int k = 0; k < 8; k++)
+            more[k / 4 * LINE_BYTES + i] |= (uint8_t)((q[4 * k + i] >> 4) << 2 * (k % 4));
 }
 
 static int is_finite(fp16 half) {

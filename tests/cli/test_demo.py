@@ -51,6 +51,9 @@ def test_slow_drafts_and_other_texts_are_not_hidden() -> None:
     text = " ".join(explanation(slow))
     assert "Drafting is not faster here" in text and "except 2 by transformers generate" in text
     assert "NO marks wrong answers" in " ".join(explanation([*BASE, row("eagle", 9, 0, 1)]))
+    other = replace(BASE[0], lossless=False, near_ties=2)  # of a quantised file
+    text = " ".join(explanation([other, *BASE[1:]]))
+    assert "all answers are the same" in text and "Not compared: transformers generate" in text
 
 
 def test_the_demo_ends_with_commands_to_try() -> None:

@@ -119,9 +119,15 @@ def table(rows: Sequence[Row]) -> Any:
             if row.tokens_per_second >= 100
             else f"{row.tokens_per_second:.1f}",
             "withheld" if row.speedup is None else f"{row.speedup:.2f}x",
-            "NO" if row.diverged else "up to rounding" if row.near_ties else "yes",
+            _same_text(row),
         )
     return result
+
+
+def _same_text(row: Row) -> str:
+    if not row.lossless:
+        return "not compared"
+    return "NO" if row.diverged else "up to rounding" if row.near_ties else "yes"
 
 
 def explanation(rows: Sequence[Row]) -> list[str]:
@@ -137,7 +143,7 @@ def explanation(rows: Sequence[Row]) -> list[str]:
     drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
     if against is not None and drafting:
         found.append(_fastest(against, drafting))
-    ties = [row for row in rows if row.near_ties]
+    ties = [row for row in rows if row.near_ties and row.lossless]
     if any(row.diverged for row in rows):
         found.append("Same text: NO marks wrong answers. Please report them as a bug.")
     elif ties:
@@ -148,6 +154,12 @@ def explanation(rows: Sequence[Row]) -> list[str]:
         )
     else:
         found.append("Same text: all answers are the same, token for token.")
+    others = [spoken(row) for row in rows if not row.lossless]
+    if others:
+        found.append(
+            f"Not compared: {', '.join(others)} runs this file's weights expanded to bf16, so its "
+            "text may differ."
+        )
     return found
 
 
@@ -211,7 +223,7 @@ def command(
     parameters = sum(p.numel() for p in loaded.model.parameters())
     typer.echo(
         f"{loaded.name}: {parameters / 1e6:.1f}M parameters, {engine.decoder.info.num_layers} "
-        f"layers, {dtype}, {engine.backend} backend, {engine.decoder.info.device.type}\n"
+        f"layers, {engine.weights}, {engine.backend} backend, {engine.decoder.info.device.type}\n"
     )
     lookup = recommended(trained=False)
     drafting = recommended() if recommended() in engine.accelerators else lookup

@@ -3,6 +3,7 @@
 #ifndef MULTIRATE_TILE_H
 #define MULTIRATE_TILE_H
 #include "simd.h"
+#include "weights/arch/rows_of_tile.h"
 
 // Whether a build has products of int16 (fixed_point.c): linear layers then have such weights, and
 // only attention and experts have those of bf16.
@@ -26,21 +27,8 @@
 #define AVX2_TILE 0
 #endif
 
-// A tile has up to 6 rows; N_r(F) writes F(0) … F(r − 1).
+// A tile has up to 6 rows; integer tiles have more.
 #define TILE_ROWS 6
-#define N_1(F) F(0)
-#define N_2(F) N_1(F) F(1)
-#define N_3(F) N_2(F) F(2)
-#define N_4(F) N_3(F) F(3)
-#define N_5(F) N_4(F) F(4)
-#define N_6(F) N_5(F) F(5)
-// Integer tiles have more.
-#define N_7(F) N_6(F) F(6)
-#define N_8(F) N_7(F) F(7)
-#define N_9(F) N_8(F) F(8)
-#define N_10(F) N_9(F) F(9)
-#define N_11(F) N_10(F) F(10)
-#define N_12(F) N_11(F) F(11)
 
 // How many of `left` rows the next tile takes: even parts, 8 rows as 4 + 4.
 INLINE int tile_share(int left) {

@@ -437,8 +437,7 @@ int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *s
 // them with a scale that is not finite, and so no finite product.
 int mr_pack_rows(Workspace *work, const void *const *rows, int count, int inputs, int format,
                  void *to, void *scale);
-// A format's name, and what a layer's inputs are a multiple of.
-const char *mr_format_name(int format);
+// What the inputs of a layer in this format are a multiple of.
 int mr_format_piece(int format);
 // Bytes of 16 packed outputs' weights, and of their scales.
 int64_t mr_column_bytes(int format, int inputs);

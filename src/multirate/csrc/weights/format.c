@@ -3,11 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-// Python reads the table by these (model/native/formats.py).
-const char *mr_format_name(int format) {
-    return formats[format].name;
-}
-
+// Python reads the table by this and the functions below (model/native/formats.py).
 int mr_format_piece(int format) {
     return formats[format].piece;
 }
@@ -74,48 +70,50 @@ fp16 to_fp16(float f) {
     return (fp16)(sign | (rounded - (112u << 23)) >> 13);
 }
 
-// Byte `at` of line k of a column's 32 inputs.
-static unsigned unsqueezed(const uint8_t *lines, int bits, int k, int at) {
-    if (bits == 8)
+uint8_t byte_of_line(const Format *f, const uint8_t *lines, int k, int at) {
+    if (f->bits == 8)
         return lines[k * LINE_BYTES + at];
     unsigned byte = lines[k / 2 * LINE_BYTES + at], four = k % 2 ? byte >> 4 : byte & 15;
     const uint8_t *more = lines + 4 * LINE_BYTES;
-    if (bits == 5)
+    if (f->bits == 5)
         four |= (more[at] >> k & 1u) << 4;
-    if (bits == 6)
+    if (f->bits == 6)
         four |= (more[k / 4 * LINE_BYTES + at] >> 2 * (k % 4) & 3u) << 4;
-    return four;
+    return (uint8_t)four;
 }
 
-static fp16 half_at(const uint8_t *from) {
+static float half_at(const uint8_t *from) {
     fp16 half;
     memcpy(&half, from, sizeof half);
-    return half;
+    return from_fp16(half);
+}
+
+Units units_of(const Format *f, const uint8_t *scales, long b, int output) {
+    const uint8_t *at = scales + scale_bytes(f, f->factors ? b / 8 * SUPER : b * BLOCK);
+    size_t halves = COLUMN * sizeof(fp16);
+    float scale = half_at(at + 2 * output), least = 0.0f;
+    if (has_least(f))
+        least = half_at(at + halves + 2 * output);
+    if (!f->factors)
+        return (Units){{scale, scale}, least};
+    const uint8_t *bytes = at + halves * (has_least(f) ? 2 : 1) + b % 8 * 2 * COLUMN;
+    if (has_least(f)) {
+        float unit = scale * bytes[output];
+        return (Units){{unit, unit}, -(least * bytes[COLUMN + output])};
+    }
+    const int8_t *factors = (const int8_t *)bytes;
+    return (Units){{scale * factors[output], scale * factors[COLUMN + output]}, least};
 }
 
 void decode_output(const Column *column, int output, int inputs, float *to) {
     const Format *f = format_of(column->format);
-    const uint8_t *lines = column->weight, *scales = column->scale;
-    size_t lines_bytes = column_bytes(f, BLOCK), halves = COLUMN * sizeof(fp16);
-    for (long b = 0; b < inputs / BLOCK; b++, lines += lines_bytes, to += BLOCK) {
-        const uint8_t *at = scales + scale_bytes(f, f->factors ? b / 8 * SUPER : b * BLOCK);
-        float scale = from_fp16(half_at(at + 2 * output)), unit[2] = {scale, scale}, least = 0.0f;
-        if (has_least(f))
-            least = from_fp16(half_at(at + halves + 2 * output));
-        if (f->factors) {
-            const uint8_t *bytes = at + halves * (has_least(f) ? 2 : 1) + b % 8 * 2 * COLUMN;
-            if (has_least(f)) {
-                unit[0] = unit[1] = scale * bytes[output];
-                least = -(least * bytes[COLUMN + output]);
-            } else {
-                unit[0] = scale * ((const int8_t *)bytes)[output];
-                unit[1] = scale * ((const int8_t *)bytes)[COLUMN + output];
-            }
-        }
+    const uint8_t *lines = column->weight;
+    for (long b = 0; b < inputs / BLOCK; b++, lines += column_bytes(f, BLOCK), to += BLOCK) {
+        Units units = units_of(f, column->scale, b, output);
         for (int i = 0; i < BLOCK; i++) {
-            int q = (int)unsqueezed(lines, f->bits, i / 4, 4 * output + i % 4) - f->zero;
-            float w = unit[i / 16] * (float)q;
-            to[i] = has_least(f) ? w + least : w;
+            int q = byte_of_line(f, lines, i / 4, 4 * output + i % 4) - f->zero;
+            float w = units.unit[i / 16] * (float)q;
+            to[i] = has_least(f) ? w + units.least : w;
         }
     }
 }

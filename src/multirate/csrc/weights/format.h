@@ -91,6 +91,16 @@ void read_unpacked(const Unpacked *from, int output, float *to);
 float from_fp16(fp16 half);
 fp16 to_fp16(float f);
 
+// Byte `at` of line k of a column's 32 inputs, as it is multiplied.
+uint8_t byte_of_line(const Format *f, const uint8_t *lines, int k, int at);
+
+// What the sums of an output's 32 inputs from 32 · b on are multiplied by, the first 16 and the
+// last 16, and its least weight.
+typedef struct {
+    float unit[2], least;
+} Units;
+Units units_of(const Format *f, const uint8_t *scales, long b, int output);
+
 // The weights of one output of a column of quantised weights: to [inputs].
 void decode_output(const Column *column, int output, int inputs, float *to);
 #endif

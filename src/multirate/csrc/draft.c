@@ -6,7 +6,7 @@
 #include "ngram.h"
 #include "noise.h"
 #include "norm.h"
-#include "simd.h"
+#include "vectors/simd.h"
 
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
 // fusion, the block and the head, without returning to one thread in between.

@@ -4,7 +4,7 @@
 #include "noise.h"
 #include "norm.h"
 #include "screen.h"
-#include "simd.h"
+#include "vectors/simd.h"
 #include "threads.h"
 
 void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {

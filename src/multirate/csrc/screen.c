@@ -15,7 +15,7 @@
 #include "noise.h"
 #include "norm.h"
 #include "shares.h"
-#include "simd.h"
+#include "vectors/simd.h"
 
 #if INTEGER_PRODUCTS
 

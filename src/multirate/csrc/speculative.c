@@ -4,7 +4,7 @@
 #include "draft.h"
 #include "noise.h"
 #include "screen.h"
-#include "simd.h"
+#include "vectors/simd.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {

@@ -2,7 +2,7 @@
 // of it exist, of which a build has one: tile_wide.c, and tile_avx2.c for 16 registers of 8 lanes.
 #ifndef MULTIRATE_TILE_H
 #define MULTIRATE_TILE_H
-#include "simd.h"
+#include "vectors/simd.h"
 #include "weights/arch/rows_of_tile.h"
 
 // Whether a build has products of int16 (fixed_point.c): linear layers then have such weights, and

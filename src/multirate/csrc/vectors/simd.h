@@ -13,7 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "abi.h"
+#include "../abi.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>

@@ -1,6 +1,6 @@
 // The innermost product with 512-bit registers, and on every other processor: 64 outputs × up to 6
 // rows.
-#include "tile.h"
+#include "../tile.h"
 #if !AVX2_TILE
 
 // 4 vectors × 6 rows are 24 accumulators, all in registers. They have names instead of an array:

@@ -1,4 +1,4 @@
-#include "norm.h"
+#include "../norm.h"
 
 static void add_squares(Sum *sum, const float *x) { // of 16
     for (int j = 0; j < 16 / LANES; j++) {

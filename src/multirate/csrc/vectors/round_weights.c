@@ -1,4 +1,4 @@
-#include "round_weights.h"
+#include "../round_weights.h"
 
 // Largest norm of an output's integers: with fixed_point.c's ROW_NORM no sum leaves int32.
 #define WEIGHT_NORM 65000.0f

@@ -1,6 +1,6 @@
 // Fixed-point products on AVX2: 16 registers of 8 lanes. 16 outputs for up to 6 rows, whose sums
 // take 12 of them. A tile's rows lie one after the other, [rows][in].
-#include "fixed_tile.h"
+#include "../fixed_tile.h"
 #if INTEGER_PRODUCTS && !defined(__AVX512F__)
 
 int fixed_lanes(int rows) {

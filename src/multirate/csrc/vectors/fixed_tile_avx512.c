@@ -6,7 +6,7 @@
 //   | r0i0 r0i1 r1i0 r1i1 … |   r: row, i: input
 //   | r0i2 r0i3 r1i2 r1i3 … |
 //   …
-#include "fixed_tile.h"
+#include "../fixed_tile.h"
 #if INTEGER_PRODUCTS && defined(__AVX512F__)
 
 // Tiles of 1, 2, … 12, 14, 16, … 24 lanes. N_r(F) writes F(0) … F(r − 1).

@@ -1,6 +1,6 @@
 // The random numbers that sampling adds to logits, and the argmax with them. model/noise.py defines
 // them and explains why every build gives the same bits; the two files match step by step.
-#include "noise.h"
+#include "../noise.h"
 
 #include "simd.h"
 

@@ -3,7 +3,7 @@
 // Weights become fp32 in registers (a mask, a shift). Rows are fp32 in memory, so one broadcast
 // brings an input into a register. Outputs are summed as in tile_wide.c: k by k, the odd input of a
 // pair first.
-#include "tile.h"
+#include "../tile.h"
 #if AVX2_TILE
 #include <immintrin.h>
 

@@ -47,7 +47,7 @@ def linear(
     twelve_bits: bool = True,
 ) -> Tensor:
     """mr_linear: x [N, in] → [N, out], added to `into` where given. format: of the packed weights;
-    None: this variant's own. twelve_bits: as of `Owner`.
+    None: INT16, or INT12. twelve_bits: as of `Owner`.
     """
     owner = Owner(format, twelve_bits=twelve_bits)
     workspace = library.Workspace(threads)

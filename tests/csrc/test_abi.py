@@ -15,9 +15,9 @@ from multirate.model.native import abi, library
 
 
 @pytest.fixture(autouse=True)
-def variant() -> str:
+def arch() -> str:
     """Instead of this folder's fixture: the header is the same for all."""
-    return "native"
+    return "any"
 
 
 def structures() -> list[str]:

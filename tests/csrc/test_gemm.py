@@ -7,8 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multirate.model.native import library
-from multirate.model.native.formats import BF16, INT16, Q8_0
+from multirate.model.native.formats import BF16, INT12, INT16, Q8_0
 
 from . import reference
 from .harness import bf16_values, linear, randn
@@ -119,15 +118,9 @@ def test_rows_with_outliers_change_no_other_rows_bits() -> None:
     assert (together - exact).norm() < 2 * BF16_ROUNDING * exact.norm()
 
 
-def twelve_bits() -> None:
-    if not library.kernel().mr_int12_products():
-        pytest.skip("this variant has no weights of 12 bits")
-
-
 @pytest.mark.parametrize("inputs", [16, 64, 576, 1552])
 @pytest.mark.parametrize("rows", [*range(1, 14), 16, 17, 20, 24, 25, 49, 61])
 def test_weights_of_twelve_bits_give_the_bits_of_sixteen(rows: int, inputs: int) -> None:
-    twelve_bits()
     weight, x = bf16_values(130, inputs), randn(rows, inputs, seed=rows)
     weight[3] *= 2.0**-40  # outputs of very different sizes, and weights far from one another
     weight[5, ::3] *= 2.0**-12
@@ -136,7 +129,7 @@ def test_weights_of_twelve_bits_give_the_bits_of_sixteen(rows: int, inputs: int)
     x[rows // 2, 5] = 500.0  # outliers, which are multiplied by themselves
     x[rows // 2, 2] = -300.0
     bias = randn(130, seed=1)
-    found = linear(weight, x, bias, format=INT16)
+    found = linear(weight, x, bias, format=INT12)
     assert torch.equal(found, linear(weight, x, bias, format=INT16, twelve_bits=False))
 
 

@@ -68,8 +68,6 @@ def odd_weights(outputs: int, inputs: int) -> Tensor:
 def test_weights_are_laid_out_as_drawn(
     layout: WeightFormat, inputs: int, dtype: torch.dtype, threads: int
 ) -> None:
-    if layout == INT12 and not library.kernel().mr_int12_products():
-        pytest.skip("this variant has no weights of 12 bits")
     weight = odd_weights(130, inputs)
     check(*packed(weight.to(dtype), layout, threads=threads), weight, layout)
 
@@ -89,8 +87,6 @@ def test_a_weight_that_is_not_contiguous_and_one_of_half_precision() -> None:
 @given(st.data())
 def test_what_fits_into_twelve_bits(data: st.DataObject) -> None:
     """A sign, eight bits and a shift of at most 7; nothing with a ninth bit."""
-    if not library.kernel().mr_int12_products():
-        return
     sizes = data.draw(st.lists(st.integers(0, 255), min_size=8, max_size=8))
     shifts = data.draw(st.lists(st.integers(0, 6), min_size=8, max_size=8))
     signs = data.draw(st.lists(st.sampled_from([-1, 1]), min_size=8, max_size=8))
@@ -107,7 +103,7 @@ def test_what_fits_into_twelve_bits(data: st.DataObject) -> None:
 
 def test_only_what_fits_is_packed_in_twelve_bits() -> None:
     if not library.kernel().mr_int12_products():
-        pytest.skip("this variant has no weights of 12 bits")
+        pytest.skip("weights of 16 bits are faster here")
     weight = bf16_values(130, 64)
     owner = Owner(INT16)
     assert owner.linear(weight).format == INT12.number
@@ -137,8 +133,6 @@ def test_layers_without_whole_blocks_keep_sixteen_bits() -> None:
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("layout", [BF16, INT16, Q8_0, Q4_1], ids=lambda one: one.name)
 def test_a_broken_weight_stays_visible(layout: WeightFormat, broken: float) -> None:
-    if layout == INT16 and not library.kernel().mr_integer_products():
-        pytest.skip("this variant multiplies no integers")
     weight, x = bf16_values(70, 64), randn(3, 64, seed=1)
     weight[9, 5] = broken
     y = linear(weight, x, format=layout)

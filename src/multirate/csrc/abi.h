@@ -25,8 +25,8 @@ typedef uint16_t bf16;
 // ---- weights ------------------------------------------------------------------------------------
 
 #define WEIGHTS_BF16 0  // gemm.c draws their layout
-#define WEIGHTS_INT16 1 // fixed_point.c; where mr_integer_products() is 1
-#define WEIGHTS_INT12 2 // the same integers, where they fit; where mr_int12_products() is 1
+#define WEIGHTS_INT16 1 // fixed_point.c
+#define WEIGHTS_INT12 2 // the same integers, where they fit
 #define WEIGHTS_Q8_0 3  // these and the next are what GGUF files call so (weights/format.h)
 #define WEIGHTS_Q4_0 4
 #define WEIGHTS_Q4_1 5
@@ -403,10 +403,6 @@ typedef struct {
 
 // ---- functions ----------------------------------------------------------------------------------
 
-// What this build is.
-int mr_integer_products(void); // whether linear layers may be, and best are, WEIGHTS_INT16
-int mr_int12_products(void);   // whether they may be WEIGHTS_INT12
-
 // workspace.c, threads.c. Calls with different workspaces may run at the same time.
 typedef struct Workspace Workspace;
 Workspace *mr_workspace_open(int threads); // NULL: no memory
@@ -450,10 +446,16 @@ void mr_quantise(Workspace *work, const Unpacked *from, int format, void *blocks
 void mr_column(const Linear *linear, int column, Column *to);
 // The weights of an output of a quantised layer: to [inputs].
 void mr_decode_output(const Linear *linear, int output, float *to);
-// weights/arch.c: the instruction set that quantised weights are multiplied with, and for tests
-// another one, or NULL for the best; 0: this processor lacks it.
+// weights/arch.c: the instruction set in use, and another one, or NULL for the best; 0: this
+// processor lacks it.
 const char *mr_arch(void);
 int mr_choose_arch(const char *name);
+// Those that the kernel has code for, best first, NULL behind the last; whether this processor has
+// one of them.
+const char *mr_arch_name(int at);
+int mr_has_arch(int at);
+// Whether it is faster with WEIGHTS_INT12 than with WEIGHTS_INT16.
+int mr_int12_products(void);
 // For a head: Screen's error and norm, [outputs] each, rounded up.
 void mr_screening_norms(Workspace *work, const Unpacked *from, float *error, float *norm);
 

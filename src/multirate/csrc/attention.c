@@ -23,37 +23,7 @@
 #include "attention.h"
 
 #include "gemm.h"
-#include "norm.h"
 
-#define PATH_SLOTS (16 * 6) // a block that the prefix ends in, and MAX_NODES + 1 nodes
-
-// The part of a path that is not contiguous in the cache, copied into cache layout.
-typedef struct {
-    int from; // virtual position (a multiple of 16) from which the copy replaces the cache; -1:
-              // none
-    bf16 k[PATH_SLOTS * MAX_HEAD_DIM], v[PATH_SLOTS * MAX_HEAD_DIM];
-} PathCopy;
-
-INLINE void write_k(bf16 *k, int slot, int dim, const float *value) {
-    uint32_t *block = (uint32_t *)k + (size_t)(slot / 16) * dim * 8 + slot % 16;
-    for (int i = 0; i < dim; i += 16) {
-        uint32_t pairs[8];
-        store_bf16((bf16 *)pairs, load(value + i));
-        for (int j = 0; j < 8; j++)
-            block[(i / 2 + j) * 16] = pairs[j];
-    }
-}
-INLINE void write_v(bf16 *v, int slot, int dim, const float *value) {
-    uint32_t *pair = (uint32_t *)v + (size_t)(slot / 2) * dim;
-    for (int i = 0; i < dim; i += 16) {
-        typedef uint16_t half __attribute__((vector_size(32)));
-        half low;
-        store_bf16((bf16 *)&low, load(value + i));
-        u16 new = __builtin_convertvector(low, u16), old = load_pairs(pair + i);
-        new = slot & 1 ? (old & 0xffffu) | new << 16 : (old & 0xffff0000u) | new;
-        memcpy(pair + i, &new, sizeof new);
-    }
-}
 static void copy_slot(bf16 *k_to, bf16 *v_to, int to, const bf16 *k_from, const bf16 *v_from,
                       int from, int dim) {
     uint32_t *kt = (uint32_t *)k_to + (size_t)(to / 16) * dim * 8 + to % 16;
@@ -84,14 +54,6 @@ static int gather_path(PathCopy *path, const bf16 *k, const bf16 *v, int dim, in
     return prefix + extra;
 }
 
-// One query row of a tile. Virtual positions [low, visible) count.
-typedef struct {
-    const float *query; // [dim], already scaled
-    float *out;         // [dim]
-    const PathCopy *path;
-    int low, visible;
-} Query;
-
 struct AttentionScratch {
     float *scores;  // [TILE_ROWS, capacity]
     float *weights; // [TILE_ROWS, capacity]
@@ -100,144 +62,8 @@ struct AttentionScratch {
     PathCopy paths[TILE_ROWS];
 };
 
-INLINE int whole_blocks(int positions) {
+static int whole_blocks(int positions) {
     return (positions + 15) / 16 * 16;
-}
-
-// Scores [first, last) of `count` queries; `k` is where virtual position 0 would be.
-static void score_blocks(const Query *query, int count, const bf16 *k, int dim, int first, int last,
-                         float *const *scores) {
-    const float *x[TILE_ROWS];
-    for (int i = 0; i < count; i++)
-        x[i] = query[i].query;
-    int s = first;
-#if !AVX2_TILE
-    for (; s + 64 <= last; s += 64) {
-        f16 acc[TILE_ROWS][4];
-        memset(acc, 0, (size_t)count * sizeof *acc);
-        tile_blocks((const uint32_t *)(k + (size_t)s * dim), x, count, dim / 2, acc);
-        for (int i = 0; i < count; i++)
-            for (int m = 0; m < 4; m++)
-                store(scores[i] + s + 16 * m, acc[i][m]);
-    }
-#endif
-    for (; s < last; s += 16) {
-        const uint32_t *block = (const uint32_t *)(k + (size_t)s * dim);
-        f16 acc[TILE_ROWS][4];
-        for (int i = 0; i < count; i++)
-            acc[i][0] = splat(0.0f);
-        tile_fused(block, 16, x, count, dim / 2, 1, (const char *)(block + dim * 8), acc);
-        for (int i = 0; i < count; i++)
-            store(scores[i] + s, acc[i][0]);
-    }
-}
-
-// Scores → softmax numerators (weights) over [start, end); returns one over their sum.
-static float softmax_row(float *scores, float *weights, int start, int end, int low, int visible) {
-    fv highest = all(-INFINITY);
-    Sum sum = no_sum();
-    iv lane;
-    for (int i = 0; i < LANES; i++)
-        lane[i] = i;
-    for (int s = start; s < end; s += LANES) {
-        fv score = load_v(scores + s);
-        if (s < low || s + LANES > visible) {
-            iv position = lane + s;
-            iv hidden = (position < low) | (position >= visible);
-            score = (fv)(((iv)score & ~hidden) | ((iv)all(-INFINITY) & hidden));
-            store_v(scores + s, score);
-        }
-        iv greater = score > highest;
-        highest = (fv)(((iv)score & greater) | ((iv)highest & ~greater));
-    }
-    float top = max_v(highest);
-    for (int s = start; s < end; s += 16)
-        for (int j = 0; j < 16 / LANES; j++) {
-            fv score = load_v(scores + s + j * LANES);
-            iv hidden = score == all(-INFINITY);
-            fv e = (fv)((iv)exp_vector(score - all(top)) & ~hidden);
-            sum.of[j] += e;
-            store_v(weights + s + j * LANES, e);
-        }
-    return 1.0f / total_of(sum);
-}
-
-// acc[i] += weights[i] V over [first, last), first even; `v` is where virtual position 0 would be.
-static void add_values(int count, float *const *weights, const bf16 *v, int dim, int d0,
-                       int vectors, int first, int last, f16 (*acc)[4]) {
-    if (first >= last)
-        return;
-    const float *x[TILE_ROWS];
-    for (int i = 0; i < count; i++)
-        x[i] = weights[i] + first;
-    const uint32_t *words = (const uint32_t *)(v + (size_t)first * dim) + d0;
-    tile_fused(words, dim, x, count, (last - first + 1) / 2, vectors, (const char *)words, acc);
-}
-
-// out = softmax(q·K) V of up to TILE_ROWS queries of one sequence over one K/V head, [.., dim]
-// each.
-//
-// Every K/V block is read once for all of them. A query's own sums run over its virtual positions
-// in order, and what the others make it pass over has weight zero: its bits do not depend on its
-// neighbours.
-static void attend(const Query *query, int count, const bf16 *k, const bf16 *v, int dim,
-                   AttentionScratch *scratch) {
-    int start = query[0].low, longest = 0, common = 0;
-    for (int i = 0; i < count; i++) {
-        if (query[i].low < start)
-            start = query[i].low;
-        if (query[i].visible > longest)
-            longest = query[i].visible;
-    }
-    start = start / 16 * 16;
-    common = whole_blocks(longest);
-    for (int i = 0; i < count; i++)
-        if (query[i].path->from >= 0 && query[i].path->from < common)
-            common = query[i].path->from;
-    if (common < start)
-        common = start;
-    float *scores[TILE_ROWS], scale[TILE_ROWS];
-    float *weights[TILE_ROWS];
-    for (int i = 0; i < count; i++) {
-        scores[i] = scratch->scores + (size_t)i * scratch->capacity;
-        weights[i] = scratch->weights + (size_t)i * scratch->capacity;
-    }
-    score_blocks(query, count, k, dim, start, common, scores);
-    for (int i = 0; i < count; i++) {
-        const PathCopy *path = query[i].path;
-        int end = whole_blocks(query[i].visible),
-            split = path->from >= 0 && path->from < end ? path->from : end;
-        if (split < common)
-            split = common;
-        score_blocks(query + i, 1, k, dim, common, split, scores + i);
-        if (split < end)
-            score_blocks(query + i, 1, path->k - (size_t)path->from * dim, dim, split, end,
-                         scores + i);
-        scale[i] = softmax_row(scores[i], weights[i], start, end, query[i].low, query[i].visible);
-        for (int s = end; s < common; s += 16)
-            store(weights[i] + s, splat(0.0f));
-    }
-    for (int d0 = 0; d0 < dim; d0 += 64) {
-        int vectors = dim - d0 >= 64 ? 4 : (dim - d0) / 16;
-        f16 acc[TILE_ROWS][4];
-        memset(acc, 0, sizeof acc);
-        add_values(count, weights, v, dim, d0, vectors, start, common < longest ? common : longest,
-                   acc);
-        for (int i = 0; i < count; i++) {
-            const PathCopy *path = query[i].path;
-            int visible = query[i].visible,
-                split = path->from >= 0 && path->from < visible ? path->from : visible;
-            if (split < common)
-                split = common;
-            add_values(1, weights + i, v, dim, d0, vectors, common,
-                       split < visible ? split : visible, acc + i);
-            if (split < visible)
-                add_values(1, weights + i, path->v - (size_t)path->from * dim, dim, d0, vectors,
-                           split, visible, acc + i);
-            for (int m = 0; m < vectors; m++)
-                store(query[i].out + d0 + m * 16, acc[i][m] * splat(scale[i]));
-        }
-    }
 }
 
 // The thread's attention scratch, large enough for `capacity` cached positions and a tree.
@@ -325,9 +151,15 @@ void write_keys_and_values(Workspace *work, const Shape *s, const Layer *layer,
                   *v = row + (s->heads + s->kv_heads + h) * dim;
             norm_and_rotate(s, layer, layer->k_norm, rows->pos[n], k);
             size_t at = ((size_t)rows->seq[n] * s->kv_heads + h) * rows->capacity * dim;
-            write_k(cache->k + at, rows->slot[n], dim, k);
-            write_v(cache->v + at, rows->slot[n], dim, v);
+            vectors()->write_key(cache->k + at, rows->slot[n], dim, k);
+            vectors()->write_value(cache->v + at, rows->slot[n], dim, v);
         }
+}
+
+// How many of `left` queries the next tile takes: even parts, 8 as 4 + 4.
+static int tile_share(int left) {
+    int parts = (left + TILE_ROWS - 1) / TILE_ROWS;
+    return (left + parts - 1) / parts;
 }
 
 // Attention of queries [begin, end) of K/V head h. Query i: row i / group, head i % group of this
@@ -367,12 +199,13 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
             float scale = s->attention_scale;
             if (layer->positions->query_scale)
                 scale *= layer->positions->query_scale[rows->pos[n]];
-            for (int d = 0; d < dim; d += 16)
-                store(query + d, load(from + d) * splat(scale));
+            for (int d = 0; d < dim; d++)
+                query[d] = from[d] * scale;
             one->query = query;
             one->out = work->heads + ((size_t)n * s->heads + q) * dim;
         }
-        attend(tile_of, take, k, v, dim, scratch);
+        vectors()->attend(tile_of, take, k, v, dim, scratch->scores, scratch->weights,
+                          scratch->capacity);
     }
 }
 

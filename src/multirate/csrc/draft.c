@@ -5,8 +5,6 @@
 #include "head.h"
 #include "ngram.h"
 #include "noise.h"
-#include "norm.h"
-#include "vectors/simd.h"
 
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
 // fusion, the block and the head, without returning to one thread in between.
@@ -235,15 +233,14 @@ static double calibrated(const DraftLimits *limits, double confidence) {
            (limits->tries[bin] + CALIBRATION_STRENGTH);
 }
 
-// One body for all callers, so that none gets a score of other rounding.
-static double __attribute__((noinline)) arla_score(const Arla *arla, float eps, int d,
-                                                   const float *row) {
-    float scale = inverse_rms(row, d, eps), logit = arla->out_bias;
+static double arla_score(const Arla *arla, float eps, int d, const float *row) {
+    const Vectors *v = vectors();
+    float scale = v->inverse_rms(row, d, eps), logit = arla->out_bias;
     for (int i = 0; i < arla->latent; i++) {
-        float y = scale * dot_of(arla->weight + (size_t)i * d, row, d) + arla->bias[i];
-        logit += arla->out[i] * y * sigmoid_of(y);
+        float y = scale * v->dot(arla->weight + (size_t)i * d, row, d) + arla->bias[i];
+        logit += arla->out[i] * y * v->sigmoid(y);
     }
-    return (double)sigmoid_of(logit);
+    return (double)v->sigmoid(logit);
 }
 
 void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores) {
@@ -309,7 +306,7 @@ static int grow(Tree *t, float *logits, int count) {
     Noise noise = {0};
     if (limits->noise) { // nodes of a level have one place
         noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
-        add_noise(&noise, token_map, vocab, logits, count, step->draft_head->outputs);
+        vectors()->add_noise(&noise, token_map, vocab, logits, count, step->draft_head->outputs);
     }
     for (int f = 0; step->exact_head && f < count; f++)
         refine_likeliest(step->exact_head, output_of(step, frontier[f]), step->draft_norm,

@@ -22,7 +22,6 @@
 // gate · up is formed, the gate through SiLU or GELU, as soon as a group's sums are there.
 #include "gemm.h"
 
-#include "norm.h"
 #include "shares.h"
 
 // What the rows of a layer have to become: a bit for each ROWS_… and START_… of its formats.
@@ -52,18 +51,14 @@ static int rows_of_tile(const Needs *needs, int rows) {
     int most = PRODUCT_ROWS;
     if (needs->rows >> ROWS_FLOAT & 1 && most > TILE_ROWS)
         most = TILE_ROWS;
-    if (needs->rows >> ROWS_BYTES & 1 && most > arch()->lanes)
-        most = arch()->lanes;
-#if INTEGER_PRODUCTS
-    if (needs->rows >> ROWS_FIXED & 1 && most > FIXED_LANES)
-        most = FIXED_LANES;
-#endif
+    if (needs->rows >> ROWS_BYTES & 1 && most > arch()->bytes->lanes)
+        most = arch()->bytes->lanes;
+    if (needs->rows >> ROWS_FIXED & 1 && most > vectors()->fixed_rows)
+        most = vectors()->fixed_rows;
     int tiles = (rows + most - 1) / most, share = (rows + tiles - 1) / tiles;
-#if INTEGER_PRODUCTS
-    if (tiles > 1 && needs->rows >> ROWS_FIXED & 1 && fixed_lanes(share) <= most)
-        share = fixed_lanes(share); // lanes beyond a tile's rows are work for nothing: only the
-                                    // last tile has some
-#endif
+    if (tiles > 1 && needs->rows >> ROWS_FIXED & 1 && vectors()->fixed_lanes(share) <= most)
+        share = vectors()->fixed_lanes(share); // lanes beyond a tile's rows are work for nothing:
+                                               // only the last tile has some
     return share;
 }
 
@@ -81,8 +76,8 @@ static void prepare_bytes(Operand *out, ThreadScratch *mine, unsigned starts, co
     for (int t = 0; t < out->tiles; t++) {
         int first = out->begin[t], lanes = out->begin[t + 1] - first;
         for (int n = 0; n < lanes; n++)
-            arch()->quantise(x[first + n], in, q + (size_t)n * in,
-                             scales + (size_t)n * (in / BLOCK));
+            arch()->bytes->quantise(x[first + n], in, q + (size_t)n * in,
+                                    scales + (size_t)n * (in / BLOCK));
         lay_out_byte_rows(q, scales, lanes, in, starts, room, &out->bytes[t]);
         room += lanes * row_room;
     }
@@ -99,14 +94,12 @@ void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const floa
     out->rows = x;
     if (needs.rows >> ROWS_BYTES & 1)
         prepare_bytes(out, mine, needs.starts, x, linear->inputs);
-#if INTEGER_PRODUCTS
     if (needs.rows >> ROWS_FIXED & 1)
         prepare_fixed(out, mine, x, rows, linear->inputs);
-#endif
 }
 
 static void product_floats(const Linear *linear, int first_of, int last_of, const Operand *x,
-                           int part, const char *after, f16 (*acc)[4]) {
+                           int part, const char *after, float (*acc)[GROUP_FLOATS]) {
     int pairs = linear->inputs / 2, parts = x->tiles, first = x->begin[part],
         rows = x->begin[part + 1] - first,
         lines = parts == 1  ? 0
@@ -114,20 +107,16 @@ static void product_floats(const Linear *linear, int first_of, int last_of, cons
                             : 1;
     if (lines && part >= 4 / lines)
         lines = 0; // the tiles before have fetched it all
-    f16(*to)[4] = (f16(*)[4]) & acc[0][first_of % GROUP_COLUMNS];
+    int columns = last_of - first_of;
+    float *to = acc[0] + COLUMN * (first_of % GROUP_COLUMNS);
     for (int r = 0; r < rows; r++)
-        for (int m = 0; m < last_of - first_of; m++)
-            to[r][m] = splat(0.0f);
-    const uint32_t *weight = (const uint32_t *)weights_of(linear, first_of);
-    if (linear->columns) // threads may part its groups, which must not change the order of sums
-        tile_fused(weight, 64, x->rows + first, rows, pairs, last_of - first_of, after, to);
-    else
-        tile(weight, 64, x->rows + first, rows, pairs, after + (size_t)part * pairs * 64 * lines,
-             lines, to);
+        memset(to + r * GROUP_FLOATS, 0, (size_t)columns * COLUMN * sizeof *to);
+    vectors()->tile((const uint32_t *)weights_of(linear, first_of), 64, x->rows + first, rows,
+                    pairs, columns, after + (size_t)part * pairs * 64 * lines, lines, to);
 }
 
 static void product_bytes(const Linear *linear, int first_of, int last_of, const Operand *x,
-                          int part, const char *after, f16 (*acc)[4]) {
+                          int part, const char *after, float (*acc)[GROUP_FLOATS]) {
     const ByteRows *rows = &x->bytes[part];
     int m = first_of % GROUP_COLUMNS;
     for (int c = first_of; c < last_of; c++, m++) {
@@ -145,24 +134,22 @@ static void product_bytes(const Linear *linear, int first_of, int last_of, const
             ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + part * lines * stride,
                             NULL, lines, stride};
         }
-        arch()->product[column.format](&column, rows, linear->inputs / BLOCK, &ahead,
-                                       (float *)&acc[0][m], 64);
+        arch()->bytes->product[column.format](&column, rows, linear->inputs / BLOCK, &ahead,
+                                              acc[0] + COLUMN * m, GROUP_FLOATS);
     }
 }
 
 // acc[r][m] = the outputs of columns [first, last) of one group, all of one format, m counted in
 // the group, for row r of a tile, without bias. after: the weights that the thread reads next.
 static void product(const Linear *linear, int first, int last, const Operand *x, int part,
-                    const char *after, f16 (*acc)[4]) {
+                    const char *after, float (*acc)[GROUP_FLOATS]) {
     switch (format_of(column_of(linear, first).format)->rows) {
     case ROWS_BYTES:
         product_bytes(linear, first, last, x, part, after, acc);
         return;
-#if INTEGER_PRODUCTS
     case ROWS_FIXED:
         product_fixed(linear, first, last, x, part, after, acc);
         return;
-#endif
     default:
         product_floats(linear, first, last, x, part, after, acc);
     }
@@ -189,28 +176,13 @@ void matmul_columns(const Linear *linear, const Operand *x, const int *target, i
                                        : weights_of(linear, c);
         // the later tiles find the group's weights in the core's own cache
         for (int part = 0; part < x->tiles; part++) {
-            f16 acc[PRODUCT_ROWS][4];
+            _Alignas(64) float acc[PRODUCT_ROWS][GROUP_FLOATS];
             int first = x->begin[part], rows = x->begin[part + 1] - first;
             for (int run = c, ends; run < stop; run = ends) {
                 ends = end_of_format(linear, run, stop);
                 product(linear, run, ends, x, part, after, acc);
             }
-            for (int r = 0; r < rows; r++) {
-                size_t row = target ? target[first + r] : first + r;
-                if (linear->bias)
-                    for (int m = from; m < to; m++)
-                        acc[r][m] += load(linear->bias + g * 64 + m * 16);
-                if (is_gate(mode)) {
-                    float *to_row = out.activation + row * out.stride + g * 32;
-                    const float *gate = (const float *)acc[r], *up = gate + 32;
-                    for (int i = 0; i < 32; i += LANES)
-                        store_v(to_row + i, gate_vector(mode, load_v(gate + i)) * load_v(up + i));
-                    continue;
-                }
-                float *y = out.y + row * out.stride + g * 64;
-                for (int m = from; m < to; m++)
-                    store(y + m * 16, mode == ADD ? load(y + m * 16) + acc[r][m] : acc[r][m]);
-            }
+            vectors()->put_sums(acc, rows, linear->bias, target, first, mode, out, g, from, to);
         }
     }
 }
@@ -262,12 +234,12 @@ void low_rank_in(Workspace *work, const LowRank *site, const float *base, int st
     matmul(work, &site->a, row_pointers(base, stride, index, count, from), count, NULL, STORE, 0,
            (Output){.y = work->low, .stride = width}, NULL, id, threads);
     barrier(work, threads);
-    for (int i = id * LANES; i < count * width; i += LANES * threads) {
-        fv v = load_v(work->low + i);
-        if (site->silu)
-            v = silu_vector(v);
-        store_v(work->low_in + i, v);
-    }
+    int begin = (int)((long)count * width / COLUMN * id / threads) * COLUMN,
+        end = (int)((long)count * width / COLUMN * (id + 1) / threads) * COLUMN;
+    if (site->silu)
+        vectors()->silu(work->low + begin, end - begin, work->low_in + begin);
+    else
+        memcpy(work->low_in + begin, work->low + begin, (size_t)(end - begin) * sizeof *work->low);
     barrier(work, threads);
 }
 
@@ -283,7 +255,7 @@ static void read_product(Workspace *work, const Product *p, int id, const float 
     int in = p->linear->inputs;
     float *normed = room_for_normed(&work->own[id], in);
     for (int n = 0; n < p->count; n++)
-        read_row(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
+        vectors()->read_row(p->x + (size_t)n * in, p->norm, in, p->eps, normed + (size_t)n * in);
     row_pointers(normed, in, NULL, p->count, from);
 }
 

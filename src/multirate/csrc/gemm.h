@@ -1,7 +1,6 @@
 // Products of a few rows with packed weights (gemm.c), split among the threads of a call.
 #ifndef MULTIRATE_GEMM_H
 #define MULTIRATE_GEMM_H
-#include "fixed_tile.h"
 #include "threads.h"
 #include "weights/arch.h"
 
@@ -42,33 +41,16 @@ typedef struct {
 void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
              int rows);
 
-#if INTEGER_PRODUCTS
 // fixed_point.c: the same for integer weights with `in` inputs, in the operand's tiles, and a
 // tile's product with columns [first, last) of one group; acc[.][m] is the group's m-th.
 void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int rows, int in);
 void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
-                   const char *after, f16 (*acc)[4]);
-#endif
+                   const char *after, float (*acc)[GROUP_FLOATS]);
 
-// What happens to the outputs; gates: of whole groups.
-enum { STORE, ADD, SILU_GATE, GELU_GATE };
-
-static inline int is_gate(int mode) {
-    return mode == SILU_GATE || mode == GELU_GATE;
-}
 // How a model's gates are passed.
 static inline int gate_of(const Shape *shape) {
     return shape->activation == ACTIVATION_GELU ? GELU_GATE : SILU_GATE;
 }
-INLINE fv gate_vector(int mode, fv gate) {
-    return mode == GELU_GATE ? gelu_vector(gate) : silu_vector(gate);
-}
-
-typedef struct {
-    float *y;          // STORE, ADD: [rows, stride]
-    float *activation; // gates: [rows, stride]: gate_vector(gate) · up, 32 of each per group
-    int stride;
-} Output;
 
 // Columns [begin, end) of the outputs. Row r of the result goes to output row `target[r]` (or r
 // itself when target is NULL). `then`: the weights that come next, or NULL; they travel while

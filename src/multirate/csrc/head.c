@@ -1,10 +1,8 @@
 // From tokens to residuals and back: embeddings, the best tokens, a whole pass to the argmax.
 #include "head.h"
 
-#include "noise.h"
-#include "norm.h"
 #include "screen.h"
-#include "vectors/simd.h"
+#include "bf16.h"
 #include "threads.h"
 
 void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {
@@ -25,82 +23,27 @@ void mr_embed(const Table *table, const int64_t *ids, int count, int d, float sc
     }
 }
 
-int best_of(const float *row, int vocab, int k, int64_t *ids) {
-    int found = 0;
-    float least = -INFINITY; // what a token has to exceed
-    for (int begin = 0; begin < vocab; begin += PIECE) {
-        int end = begin + PIECE < vocab ? begin + PIECE : vocab;
-        if (end == begin + PIECE) {
-            iv better = {0};
-            for (int i = begin; i < end; i += LANES)
-                better |= load_v(row + i) > all(least);
-            if (!any_of(better))
-                continue;
-        }
-        for (int i = begin; i < end; i++) {
-            if (!(row[i] > least))
-                continue;
-            int j = found < k ? found++ : k - 1;
-            for (; j > 0 && row[i] > row[ids[j - 1]]; j--)
-                ids[j] = ids[j - 1];
-            ids[j] = i;
-            if (found == k)
-                least = row[ids[k - 1]];
-        }
-    }
-    for (int j = found; j < k; j++)
-        ids[j] = 0;
-    return found;
-}
-
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities) {
-    for (int n = 0; n < count; n++) {
-        const float *row = logits + (size_t)n * stride;
-        int64_t *id = ids + (size_t)n * k;
-        float *of = probabilities + (size_t)n * k;
-        int found = best_of(row, vocab, k, id);
-        Sum sum = no_sum();
-        float top = found ? row[id[0]] : -INFINITY;
-        int i = 0;
-        for (; i + 16 <= vocab; i += 16)
-            for (int j = 0; j < 16 / LANES; j++)
-                sum.of[j] += exp_vector((load_v(row + i + j * LANES) - all(top)) * all(sharpness));
-        float total = total_of(sum);
-        for (; i < vocab; i++)
-            total += exp_of(sharpness * (row[i] - top));
-        for (int j = 0; j < k; j++) {
-            of[j] = j < found ? exp_of(sharpness * (row[id[j]] - top)) / total : 0.0f;
-            if (!(of[j] >= 0.0f)) // the logits are no numbers
-                of[j] = 0.0f;
-        }
-    }
+    for (int n = 0; n < count; n++)
+        vectors()->top(logits + (size_t)n * stride, vocab, k, sharpness, ids + (size_t)n * k,
+                       probabilities + (size_t)n * k);
 }
 
 #define REFINED 8
 
-// One body for all callers, so that none gets a logit of other rounding.
-void __attribute__((noinline)) refine_likeliest(const bf16 *exact, const float *x,
-                                                const float *norm, float eps, int d, int vocab,
-                                                const Noise *noise, const int64_t *token_map,
-                                                float *logits) {
+void refine_likeliest(const bf16 *exact, const float *x, const float *norm, float eps, int d,
+                      int vocab, const Noise *noise, const int64_t *token_map, float *logits) {
     int64_t best[REFINED];
-    int found = best_of(logits, vocab, REFINED < vocab ? REFINED : vocab, best);
-    float scale = norm ? inverse_rms(x, d, eps) : 1.0f;
+    const Vectors *v = vectors();
+    int found = v->best(logits, vocab, REFINED < vocab ? REFINED : vocab, best);
+    float scale = norm ? v->inverse_rms(x, d, eps) : 1.0f;
     for (int j = 0; j < found; j++) {
-        const bf16 *weight = exact + (size_t)best[j] * d;
-        Sum sum = no_sum();
-        for (int i = 0; i < d; i += 16)
-            for (int l = 0; l < 16 / LANES; l++) {
-                int at = i + l * LANES;
-                fv v = load_v(x + at), w = load_bf16_v(weight + at);
-                sum.of[l] = fma_v(norm ? v * load_v(norm + at) : v, w, sum.of[l]);
-            }
-        float logit = scale * total_of(sum), number = 0.0f;
+        float dot = v->dot_bf16(x, norm, exact + (size_t)best[j] * d, d), number = 0.0f;
         int64_t id = token_map ? token_map[best[j]] : best[j];
         if (noise)
             mr_noise(noise, &id, 1, &number);
-        logits[best[j]] = logit + number;
+        logits[best[j]] = scale * dot + number;
     }
 }
 
@@ -114,8 +57,8 @@ static void run_best(Workspace *work, void *context, int id, int threads) {
     const BestCall *call = context;
     (void)work;
     for (int n = id; n < call->count; n += threads)
-        best_of(call->logits + (size_t)n * call->stride, call->vocab, call->k,
-                call->ids + (size_t)n * call->k);
+        vectors()->best(call->logits + (size_t)n * call->stride, call->vocab, call->k,
+                        call->ids + (size_t)n * call->k);
 }
 
 void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
@@ -141,7 +84,7 @@ static void argmax_of_rows(Workspace *work, int count, int vocab, float eps, con
         return;
     }
     for (int n = 0; n < count; n++)
-        tokens[n] = argmax_of(logits + (size_t)n * head->outputs, vocab);
+        tokens[n] = vectors()->argmax(logits + (size_t)n * head->outputs, vocab);
 }
 
 void mr_argmax_pass(Workspace *work, const Shape *shape, const Layer *layers,
@@ -168,7 +111,7 @@ void mr_head_top(Workspace *work, const Linear *head, const float *norm, float e
     for (int n = 0; n < count; n++) {
         float *row = logits + (size_t)n * head->outputs;
         if (noise)
-            add_noise(&noise[n], token_map, vocab, row, 1, 0);
+            vectors()->add_noise(&noise[n], token_map, vocab, row, 1, 0);
         if (exact)
             refine_likeliest(exact, x + (size_t)n * head->inputs, norm, eps, head->inputs, vocab,
                              noise ? &noise[n] : NULL, token_map, row);

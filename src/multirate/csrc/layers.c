@@ -5,7 +5,6 @@
 #include "layers.h"
 
 #include "attention.h"
-#include "norm.h"
 #include "row_parts.h"
 
 // Whether a thread can compute the queries, keys and values of just its own heads: no barrier
@@ -82,8 +81,8 @@ static void add_sums(Workspace *work, const Shape *s, const Sums *sums, int rows
         return;
     int d = s->hidden;
     for (int n = id; n < rows; n += threads)
-        add_normed(sums->out.y + (size_t)n * d, sums->norm, d, s->eps, s->residual_scale,
-                   x + (size_t)n * d);
+        vectors()->add_normed(sums->out.y + (size_t)n * d, sums->norm, d, s->eps, s->residual_scale,
+                              x + (size_t)n * d);
     barrier(work, threads);
 }
 
@@ -114,8 +113,10 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         for (int n = 0; n < count; n++) {
             float *to = normed + (size_t)n * wide;
             if (call->beside)
-                read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps, to);
-            read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps, to + wide - d);
+                vectors()->read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps,
+                                    to);
+            vectors()->read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps,
+                                to + wide - d);
         }
         if (adapter && adapter->q.rank)
             low_rank_in(work, &adapter->q, normed, d, fast, fast_count, id, threads);
@@ -161,7 +162,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
         if (!layer->gate_up.weight)
             continue; // attention alone
         for (int n = 0; n < count; n++)
-            read_row(x + (size_t)n * d, layer->norm_mlp, d, s->eps, normed + (size_t)n * d);
+            vectors()->read_row(x + (size_t)n * d, layer->norm_mlp, d, s->eps,
+                                normed + (size_t)n * d);
         int inner = s->intermediate, gate = gate_of(s);
         if (adapter && adapter->gate_up.rank) {
             // LoRA on gate and up needs the gates' sums as they are, so this pass keeps raw sums
@@ -177,12 +179,8 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
             int groups = 2 * inner / 64, first = groups * id / threads,
                 last = groups * (id + 1) / threads;
             for (int n = 0; n < count; n++)
-                for (int g = first; g < last; g++)
-                    for (int i = 0; i < 32; i += LANES) {
-                        const float *y = work->qkv + (size_t)n * 2 * inner + g * 64 + i;
-                        store_v(work->activation + (size_t)n * inner + g * 32 + i,
-                                gate_vector(gate, load_v(y)) * load_v(y + 32));
-                    }
+                vectors()->gates(gate, work->qkv + (size_t)n * 2 * inner + first * 64, last - first,
+                                 work->activation + (size_t)n * inner + first * 32);
         } else {
             matmul_balanced(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from),
                             count, gate, (Output){.activation = work->activation, .stride = inner},

@@ -1,6 +1,6 @@
 // Lays out a model's weights for the products of gemm.c, a column of 16 outputs at a time, on all
 // threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
-#include "round_weights.h"
+#include "bf16.h"
 #include "threads.h"
 #include "weights/format.h"
 #include "weights/quantise.h"
@@ -68,25 +68,6 @@ static void lay_out_int16(const Packing *p, const PlainColumn *column, int c) {
     }
 }
 
-// Weights of WEIGHTS_INT12 as bytes and codes, shift + 8 · sign. Returns 0 where one has more than
-// eight significant bits. Without branches: a compiler makes vectors of it.
-static int split_in_twelve(const int16_t *q, int in, uint8_t *bytes, uint8_t *codes) {
-    uint16_t lost = 0;
-    for (int i = 0; i < in; i++) {
-        uint16_t sign = (uint16_t)(q[i] < 0 ? 0xffff : 0), size = (uint16_t)((q[i] ^ sign) - sign),
-                 shift = 0;
-        for (int step = 0; step < 7; step++) {
-            uint16_t large = size > 255;
-            lost |= size & large;
-            size = (uint16_t)(size >> large);
-            shift = (uint16_t)(shift + large);
-        }
-        bytes[i] = (uint8_t)size;
-        codes[i] = (uint8_t)(shift | (sign & 8));
-    }
-    return !lost;
-}
-
 static inline uint32_t four_bytes(uint8_t a, uint8_t b, uint8_t c, uint8_t d) {
     return a | (uint32_t)b << 8 | (uint32_t)c << 16 | (uint32_t)d << 24;
 }
@@ -100,7 +81,7 @@ static int lay_out_int12(const Packing *p, const PlainColumn *column, int c) {
     int in = p->from->inputs;
     uint8_t *bytes = column->halves, *codes = bytes + in;
     for (int o = 0; o < COLUMN; o++) {
-        if (!split_in_twelve(column->wide + (size_t)o * in, in, bytes, codes))
+        if (!vectors()->split_in_twelve(column->wide + (size_t)o * in, in, bytes, codes))
             return 0;
         uint8_t *to = (uint8_t *)p->to + (size_t)c * COLUMN * in / 2 * 3 + o * 4;
         for (int i = 0; i < in; i += 8, to += 192) {
@@ -126,8 +107,8 @@ static int pack_column(const Packing *p, const PlainColumn *column, int c) {
         return 1;
     }
     for (int o = 0; o < COLUMN; o++)
-        p->scale[c * COLUMN + o] =
-            round_to_int16(column->weights + (size_t)o * in, in, column->wide + (size_t)o * in);
+        p->scale[c * COLUMN + o] = vectors()->round_to_int16(column->weights + (size_t)o * in, in,
+                                                             column->wide + (size_t)o * in);
     if (format == WEIGHTS_INT12)
         return lay_out_int12(p, column, c);
     lay_out_int16(p, column, c);
@@ -166,22 +147,36 @@ static float bound_of(double square) {
     return isfinite(square) ? (float)sqrt(square) * 1.0001f : INFINITY;
 }
 
-INLINE f16 numbers(const int16_t *q) {
-    s16 found;
-    memcpy(&found, q, sizeof found);
-    return __builtin_convertvector(found, f16);
+// The squares of 16 numbers, in eight sums.
+static void add_squares(const float *v, double *sums) {
+    for (int l = 0; l < 8; l++)
+        sums[l] += (double)v[l] * v[l] + (double)v[l + 8] * v[l + 8];
 }
-INLINE f16 bytes_of(const int8_t *q) {
-    int8_t found __attribute__((vector_size(16)));
-    memcpy(&found, q, sizeof found);
-    return __builtin_convertvector(found, f16);
+
+static float bound_of_sums(const double *sums) {
+    double total = 0.0;
+    for (int l = 0; l < 8; l++)
+        total += sums[l];
+    return bound_of(total);
 }
-INLINE f8d squares(f16 v) {
-    f8 halves[2];
-    memcpy(halves, &v, sizeof v);
-    f8d low = __builtin_convertvector(halves[0], f8d),
-        high = __builtin_convertvector(halves[1], f8d);
-    return low * low + high * high;
+
+// An output's bounds: of what its 8-bit copy lacks, and of the copy.
+static void measure(const BlockQ8_0 *blocks, const int16_t *q, float fine, int in, float *error,
+                    float *norm) {
+    double lost[8] = {0}, kept[8] = {0};
+    for (int b = 0; b < in / BLOCK; b++, q += BLOCK) {
+        float copied[BLOCK], missing[BLOCK], scale = from_fp16(blocks[b].d);
+        for (int i = 0; i < BLOCK; i++) {
+            copied[i] = (float)blocks[b].q[i] * scale;
+            missing[i] = (float)q[i] * fine - copied[i];
+        }
+        for (int i = 0; i < BLOCK; i += 16) {
+            add_squares(missing + i, lost);
+            add_squares(copied + i, kept);
+        }
+    }
+    *error = bound_of_sums(lost);
+    *norm = bound_of_sums(kept);
 }
 
 static void measure_outputs(Workspace *work, void *context, int id, int threads) {
@@ -192,18 +187,9 @@ static void measure_outputs(Workspace *work, void *context, int id, int threads)
     int16_t *q = room_for((size_t)in * sizeof *q);
     BlockQ8_0 *blocks = room_for((size_t)in / BLOCK * sizeof *blocks);
     for (int o = id; o < s->from->outputs; o += threads) {
-        f8d error = {0}, norm = {0};
         read_unpacked(s->from, o, w);
         quantise_row(WEIGHTS_Q8_0, w, in, blocks);
-        f16 fine = splat(round_to_int16(w, in, q));
-        for (int i = 0; i < in; i += 16) {
-            const BlockQ8_0 *block = blocks + i / BLOCK;
-            f16 copied = bytes_of(block->q + i % BLOCK) * splat(from_fp16(block->d));
-            error += squares(numbers(q + i) * fine - copied);
-            norm += squares(copied);
-        }
-        s->error[o] = bound_of(sum_of(error));
-        s->norm[o] = bound_of(sum_of(norm));
+        measure(blocks, q, vectors()->round_to_int16(w, in, q), in, s->error + o, s->norm + o);
     }
     free(w);
     free(q);

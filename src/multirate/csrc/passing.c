@@ -4,7 +4,6 @@
 // In the cache of a layer that rows may skip, the tokens that ran it are contiguous: a row's slot
 // is the number of earlier tokens that ran the layer, and its position is its own.
 #include "layers.h"
-#include "norm.h"
 
 // Rows of `x` [count, d] that run a layer, one after the other.
 typedef struct {
@@ -15,7 +14,7 @@ typedef struct {
 } Running;
 
 static float score_of(const PassBy *by, const float *x, int d, float eps) {
-    return dot_of(by->weight, x, d) * inverse_rms(x, d, eps) + by->bias;
+    return vectors()->dot(by->weight, x, d) * vectors()->inverse_rms(x, d, eps) + by->bias;
 }
 
 // The rows that do not pass this layer by. A score that is not a number passes nothing by.

@@ -11,13 +11,7 @@
 #include "screen.h"
 
 #include "gemm.h"
-#include "head.h"
-#include "noise.h"
-#include "norm.h"
 #include "shares.h"
-#include "vectors/simd.h"
-
-#if INTEGER_PRODUCTS
 
 #define CHUNK 512 // outputs whose bounds, and their maximum, are told while they are in the cache
 #define MOST_COLUMNS 256     // that are computed one by one; after these the whole row is
@@ -43,35 +37,18 @@ static float rounded_off(ThreadScratch *mine, const float *row, int in) {
     mine->rest = grown(mine->rest, &mine->rest_size, (size_t)2 * in * sizeof *mine->rest);
     float *lost = mine->rest, *scales = lost + in;
     int8_t *q = (int8_t *)(scales + in / BLOCK);
-    arch()->quantise(row, in, q, scales);
+    arch()->bytes->quantise(row, in, q, scales);
     for (int i = 0; i < in; i += BLOCK)
         for (int j = i; j < i + BLOCK; j++)
             lost[j] = row[j] - (float)q[j] * scales[i / BLOCK];
-    return sqrtf(dot_of(lost, lost, in));
+    return sqrtf(vectors()->dot(lost, lost, in));
 }
 
 static Reach reach_of(const float *row, int in, float rounded_off) {
-    float norm = sqrtf(dot_of(row, row, in));
+    float norm = sqrtf(vectors()->dot(row, row, in));
     // the head's rows in 16 bits, and every sum in fp32: an addition a block, and the outliers'
     float rounding = sqrtf((float)in) / 64000.0f + (float)(in / BLOCK + 64) * 2.4e-7f;
     return (Reach){norm * (1.0f + rounding), rounded_off * (1.0f + 1e-5f) + norm * rounding};
-}
-
-// y[0 … outputs) of what the copy says: their upper bounds. Returns the largest of the first
-// `vocab`.
-static float raise(float *y, const float *error, const float *norm, int outputs, int vocab,
-                   Reach reach) {
-    fv highest = all(-INFINITY);
-    for (int i = 0; i < outputs; i += LANES) {
-        fv v = load_v(y + i), size = (fv)((iv)v & 0x7fffffff);
-        v = fma_v(load_v(error + i), all(reach.of_error), v);
-        v = fma_v(load_v(norm + i), all(reach.of_norm), v);
-        v = fma_v(size, all(1e-6f), v);
-        store_v(y + i, v);
-        iv larger = v > highest;
-        highest = (fv)(((iv)v & larger) | ((iv)highest & ~larger));
-    }
-    return vocab < outputs ? y[argmax_of(y, vocab)] : max_v(highest);
 }
 
 static void run_screen(Workspace *work, void *context, int id, int threads) {
@@ -82,7 +59,8 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
         chunks = chunks_of(call->head);
     float *normed = room_for_normed(&work->own[id], in);
     for (int n = 0; n < count; n++)
-        read_row(call->x + (size_t)n * in, call->norm, in, call->eps, normed + (size_t)n * in);
+        vectors()->read_row(call->x + (size_t)n * in, call->norm, in, call->eps,
+                            normed + (size_t)n * in);
     if (id == 0)
         memcpy(call->rows, normed, (size_t)count * in * sizeof *normed);
     row_pointers(normed, in, NULL, count, from);
@@ -102,9 +80,9 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
                            (begin + width) / 16,
                            c + 1 < chunks ? weights_of(linear, (begin + CHUNK) / 16) : NULL);
             for (int n = 0; n < count; n++)
-                call->highest[(size_t)n * chunks + c] =
-                    raise(call->upper + (size_t)n * outputs + begin, call->screen->error + begin,
-                          call->screen->norm + begin, width, call->vocab - begin, reach[n]);
+                call->highest[(size_t)n * chunks + c] = vectors()->raise(
+                    call->upper + (size_t)n * outputs + begin, call->screen->error + begin,
+                    call->screen->norm + begin, width, call->vocab - begin, reach[n]);
         }
 }
 
@@ -146,11 +124,11 @@ typedef struct {
 
 // The token with the largest bound; -1: they are no numbers.
 static int highest_token(const Bounds *bounds) {
-    int chunk = argmax_of(bounds->highest, bounds->chunks), begin = chunk * CHUNK,
+    int chunk = vectors()->argmax(bounds->highest, bounds->chunks), begin = chunk * CHUNK,
         left = bounds->vocab - begin;
     if (bounds->highest[chunk] == -INFINITY)
         return -1;
-    return begin + argmax_of(bounds->upper + begin, left < CHUNK ? left : CHUNK);
+    return begin + vectors()->argmax(bounds->upper + begin, left < CHUNK ? left : CHUNK);
 }
 
 static int settled(const Bounds *bounds, int token) {
@@ -175,7 +153,7 @@ static int settle(Bounds *bounds, int token) {
     bounds->known[bounds->count++] = column;
     use_head(bounds, column, column + 1);
     const float *of = bounds->upper + begin;
-    bounds->highest[chunk] = of[argmax_of(of, left < CHUNK ? left : CHUNK)];
+    bounds->highest[chunk] = of[vectors()->argmax(of, left < CHUNK ? left : CHUNK)];
     return 1;
 }
 
@@ -186,7 +164,7 @@ static int64_t likeliest(Bounds *bounds) {
             return token; // no other's bound is larger
         if (token < 0 || !settle(bounds, token)) {
             use_head(bounds, 0, bounds->head->outputs / 16);
-            return argmax_of(bounds->upper, bounds->vocab);
+            return vectors()->argmax(bounds->upper, bounds->vocab);
         }
     }
 }
@@ -217,8 +195,8 @@ static void update_sums(Candidates *candidates, const Bounds *bounds, const Nois
 static int add_candidates(Candidates *candidates, Bounds *bounds, const Noise *noise, int begin,
                           int end) {
     int room = MOST_CANDIDATES - candidates->count, first = candidates->count;
-    int found = noisy_above(noise, bounds->upper, begin, end, candidates->least, room,
-                            candidates->token + first, candidates->sum + first);
+    int found = vectors()->noisy_above(noise, bounds->upper, begin, end, candidates->least, room,
+                                       candidates->token + first, candidates->sum + first);
     if (found > room)
         return 0;
     candidates->count += found;
@@ -305,7 +283,8 @@ static int settle_chunk(Bounds *bounds, int chunk, float least) {
     for (int begin = chunk * CHUNK; begin < stop; begin += 16) {
         const float *of = bounds->upper + begin;
         int width = stop - begin < 16 ? stop - begin : 16;
-        if (of[argmax_of(of, width)] >= least && !settled(bounds, begin) && !settle(bounds, begin))
+        if (of[vectors()->argmax(of, width)] >= least && !settled(bounds, begin) &&
+            !settle(bounds, begin))
             return 0;
     }
     return 1;
@@ -314,7 +293,7 @@ static int settle_chunk(Bounds *bounds, int chunk, float least) {
 // All that may be among the k likeliest become exact: the k of the largest bounds, and then what is
 // not below the least of these. Returns 0 where that is too much, or they are no numbers.
 static int settle_best(Bounds *bounds, int k, int64_t *ids) {
-    if (best_of(bounds->upper, bounds->vocab, k, ids) < k)
+    if (vectors()->best(bounds->upper, bounds->vocab, k, ids) < k)
         return 0;
     for (int i = 0; i < k; i++)
         if (!settled(bounds, (int)ids[i]) && !settle(bounds, (int)ids[i]))
@@ -346,7 +325,7 @@ static void run_best(Workspace *work, void *context, int id, int threads) {
                  call->upper + (size_t)n * call->head->outputs, call->vocab, id);
         if (!settle_best(&bounds, call->k, ids))
             use_head(&bounds, 0, call->head->outputs / 16);
-        best_of(bounds.upper, call->vocab, call->k, ids);
+        vectors()->best(bounds.upper, call->vocab, call->k, ids);
     }
 }
 
@@ -355,30 +334,3 @@ void screened_best(Workspace *work, const Linear *head, const Screen *screen, in
     BestCall call = {head, screen, upper, ids, count, vocab, k};
     run_parallel(work, run_best, &call, head, count);
 }
-
-#else // no head is screened
-
-void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
-                 const float *norm, float eps, int count, int vocab, float *upper) {
-    (void)screen;
-    (void)vocab;
-    mr_linear(work, head, x, norm, eps, count, upper, 0);
-}
-
-int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
-                       float *upper, int vocab, const Noise *noise) {
-    (void)work;
-    (void)screen;
-    (void)row;
-    int64_t token = argmax_of(upper, vocab);
-    if (noise)
-        mr_noisy_argmax(upper, 1, vocab, head->outputs, noise, &token);
-    return token;
-}
-
-void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
-                   float *upper, int vocab, int k, int64_t *ids) {
-    (void)screen;
-    mr_best(work, upper, count, vocab, head->outputs, k, ids);
-}
-#endif

@@ -1,7 +1,7 @@
 // The head's best token, found with an 8-bit copy of the head (screen.c).
 #ifndef MULTIRATE_SCREEN_H
 #define MULTIRATE_SCREEN_H
-#include "tile.h"
+#include "workspace.h"
 
 // Upper bounds of what `head` says of rows x [count, inputs], after `norm` where there is one: to
 // upper [count, head->outputs]. The workspace keeps the rows and what screened_token asks first.
@@ -10,8 +10,8 @@ void screen_rows(Workspace *work, const Linear *head, const Screen *screen, cons
                  const float *norm, float eps, int count, int vocab, float *upper);
 
 // The argmax of what the head says of row `row` of the last screen_rows, and of the noise where
-// there is some: as argmax_of and mr_noisy_argmax have it of the head's own logits. Of `upper`, the
-// row's bounds, those that could be the largest become the logits themselves.
+// there is some: as Vectors.argmax and mr_noisy_argmax have it of the head's own logits. Of
+// `upper`, the row's bounds, those that could be the largest become the logits themselves.
 int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen, int row,
                        float *upper, int vocab, const Noise *noise);
 

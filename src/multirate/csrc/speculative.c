@@ -4,7 +4,6 @@
 #include "draft.h"
 #include "noise.h"
 #include "screen.h"
-#include "vectors/simd.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {
@@ -29,7 +28,7 @@ static int64_t target_token(Workspace *work, const SpeculativeStep *step, const 
         return screened_token(work, step->head, step->screen, rows->first + node, logits, vocab,
                               step->noise ? &noise : NULL);
     if (!step->noise)
-        return argmax_of(logits, vocab);
+        return vectors()->argmax(logits, vocab);
     int64_t token;
     mr_noisy_argmax(logits, 1, vocab, stride, &noise, &token);
     return token;

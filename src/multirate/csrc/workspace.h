@@ -5,25 +5,11 @@
 #include <stdatomic.h>
 
 #include "thread_choice.h"
-#include "tile.h"
+#include "vectors.h"
 
 #define MAX_THREADS 64
 
 typedef struct AttentionScratch AttentionScratch;
-
-#define MOST_OUTLIERS 32
-
-// Elements of a row that are not in its fixed-point copy.
-typedef struct {
-    int count, at[MOST_OUTLIERS];
-    float value[MOST_OUTLIERS];
-} Outliers;
-
-// How far a row's logits may be above those that Screen.linear gives: its factors of Screen.error
-// and Screen.norm.
-typedef struct {
-    float of_error, of_norm;
-} Reach;
 
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
 // `fixed`, what lacks its outliers in `rest` on the way; products with quantised weights theirs in

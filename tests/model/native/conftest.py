@@ -1,14 +1,12 @@
-"""Every test here runs on the kernel as this processor gets it, and on those for AVX2 and for any
-other processor.
-"""
+"""Every test here runs with AVX-512, with AVX2 and with the code for any processor."""
+
+from collections.abc import Iterator
 
 import pytest
-from native_kernel import skip_without_kernel
+from native_kernel import on_arch
 
 
-@pytest.fixture(autouse=True, params=["native", "avx2", "portable"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    variant: str = request.param
-    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", variant)
-    skip_without_kernel()
-    return variant
+@pytest.fixture(autouse=True, params=["avx512_vnni", "avx2", "generic"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with on_arch(request.param) as name:
+        yield name

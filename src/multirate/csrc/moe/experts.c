@@ -1,6 +1,5 @@
 // A mixture of experts: the router, the experts as their weights arrive, and the sum.
 #include "../layers.h"
-#include "../norm.h"
 
 #define FEW_ROWS                                                                                   \
     4 // a router or a low-rank product of these is done before another thread has begun
@@ -23,11 +22,12 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
         run_product(work, &few, 0, 1);
     for (int r = 0; r < n; r++) {
         const float *row = logits + (size_t)r * router->outputs;
-        float total = 0.0f, chosen = 0.0f, highest = row[0];
+        float chances[experts], total = 0.0f, chosen = 0.0f, highest = row[0];
         for (int e = 1; e < experts; e++)
             highest = row[e] > highest ? row[e] : highest;
+        vectors()->exp_below(row, experts, highest, chances);
         for (int e = 0; e < experts; e++)
-            total += exp_of(row[e] - highest);
+            total += chances[e];
         for (int j = 0; j < k; j++) {
             int best = -1;
             for (int e = 0; e < experts; e++) {
@@ -38,7 +38,7 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
                     best = e;
             }
             ids[r * k + j] = best;
-            weights[r * k + j] = exp_of(row[best] - highest) / total;
+            weights[r * k + j] = chances[best] / total;
             chosen += weights[r * k + j];
         }
         for (int j = 0; normalise && j < k; j++)
@@ -74,8 +74,7 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
         if (u && call->rows[u] == call->rows[u - 1])
             from[u] = from[u - 1]; // a single row's experts all read it
         else
-            for (int i = 0; i < d; i += 16)
-                store(to + i, load(call->normed + (size_t)call->rows[u] * d + i));
+            memcpy(to, call->normed + (size_t)call->rows[u] * d, (size_t)d * sizeof *to);
     }
     for (int p = 0; p <= last; p++) {
         const Portion *one = portions + p;
@@ -119,11 +118,5 @@ void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *us
 // x [n, d] += Σ_j weights[r, j] · parts[r · k + j], in the router's order.
 void mr_combine(const float *parts, const float *weights, int n, int k, int d, float *x) {
     for (int r = 0; r < n; r++)
-        for (int i = 0; i < d; i += LANES) {
-            fv sum = all(0.0f);
-            for (int j = 0; j < k; j++)
-                sum = fma_v(all(weights[r * k + j]), load_v(parts + ((size_t)r * k + j) * d + i),
-                            sum);
-            store_v(x + (size_t)r * d + i, load_v(x + (size_t)r * d + i) + sum);
-        }
+        vectors()->combine(parts + (size_t)r * k * d, weights + r * k, k, d, x + (size_t)r * d);
 }

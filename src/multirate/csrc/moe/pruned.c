@@ -1,15 +1,6 @@
 // Predicts where the experts will move the residual before they are in memory: by a low-rank
 // update, by a few neurons of each expert, or by most of its important ones (PrunedExperts).
 #include "../layers.h"
-#include "../norm.h"
-
-static float dot_bf16(const float *x, const bf16 *w, int d) {
-    Sum sum = no_sum();
-    for (int i = 0; i < d; i += 16)
-        for (int j = 0; j < 16 / LANES; j++)
-            sum.of[j] = fma_v(load_v(x + i + j * LANES), load_bf16_v(w + i + j * LANES), sum.of[j]);
-    return total_of(sum);
-}
 
 typedef struct {
     const LowRank *near, *far;
@@ -28,14 +19,14 @@ static void pruned_neurons(const ResidualCall *f, int n, int d) {
     const PrunedPair *s = f->pruned;
     const float *x = f->residual + (size_t)n * d, *weights = f->weights + (size_t)n * f->k;
     float *z = f->neurons + (size_t)n * f->k * s->rows;
-    float scale = inverse_rms(x, d, f->eps), total = 0.0f;
+    float scale = vectors()->inverse_rms(x, d, f->eps), total = 0.0f;
     for (int j = 0; j < f->k; j++)
         total += weights[j];
     for (int j = 0; j < f->k; j++)
         for (int row = 0; row < s->rows; row++) {
             const bf16 *down = s->down + ((size_t)f->ids[(size_t)n * f->k + j] * s->rows + row) * d;
-            float inner = dot_bf16(x, down, d) * scale;
-            *z++ = inner * sigmoid_of(inner) * weights[j] / total;
+            float inner = vectors()->dot_bf16(x, NULL, down, d) * scale;
+            *z++ = inner * vectors()->sigmoid(inner) * weights[j] / total;
         }
 }
 
@@ -47,10 +38,7 @@ static void add_neurons(const ResidualCall *f, const bf16 *ups, float *p, int n,
     for (int j = 0; j < f->k; j++)
         for (int row = 0; row < rows; row++) {
             const bf16 *up = ups + ((size_t)f->ids[(size_t)n * f->k + j] * rows + row) * d;
-            fv share = all(*z++);
-            for (int i = begin; i < end; i += LANES)
-                store_v(p + (size_t)n * d + i,
-                        fma_v(share, load_bf16_v(up + i), load_v(p + (size_t)n * d + i)));
+            vectors()->add_bf16(*z++, up + begin, end - begin, p + (size_t)n * d + begin);
         }
 }
 
@@ -61,9 +49,9 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     float *normed = room_for_normed(mine, 2 * d);
     for (int n = 0; n < f->count; n++) {
         float *to = normed + (size_t)n * 2 * d;
-        rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
+        vectors()->rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
         if (f->state)
-            rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
+            vectors()->rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
         else
             memset(to + d, 0, (size_t)d * sizeof(float));
     }
@@ -83,7 +71,7 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     if (!f->pruned)
         return;
     barrier(work, threads);
-    int begin = d / LANES * id / threads * LANES, end = d / LANES * (id + 1) / threads * LANES;
+    int begin = d / COLUMN * id / threads * COLUMN, end = d / COLUMN * (id + 1) / threads * COLUMN;
     for (int n = 0; n < f->count; n++) {
         add_neurons(f, f->pruned->near, f->p_near, n, d, begin, end);
         if (f->far)
@@ -149,18 +137,18 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
     if (s->site) {
         normed = room_for_normed(mine, d);
         for (int n = 0; n < t->count; n++)
-            rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
+            vectors()->rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
     }
     for (int n = 0; n < t->count; n++) {
         const float *x = t->x + (size_t)n * d;
-        float scale = inverse_rms(x, d, t->eps), total = total_weight(t, n);
+        float scale = vectors()->inverse_rms(x, d, t->eps), total = total_weight(t, n);
         for (int u = each * id / threads; u < each * (id + 1) / threads; u++) {
             int use = n * t->k + u / rows;
             size_t at = ((size_t)t->ids[use] * rows + u % rows) * d;
-            float gate = dot_bf16(x, s->gate + at, d) * scale,
-                  up = dot_bf16(x, s->up + at, d) * scale;
+            float gate = vectors()->dot_bf16(x, NULL, s->gate + at, d) * scale,
+                  up = vectors()->dot_bf16(x, NULL, s->up + at, d) * scale;
             t->neurons[(size_t)n * each + u] =
-                gate * sigmoid_of(gate) * up * t->weights[use] / total;
+                gate * vectors()->sigmoid(gate) * up * t->weights[use] / total;
         }
     }
     if (s->site) {
@@ -168,19 +156,17 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
         low_rank_out(work, s->site, t->x, d, NULL, t->count, id, threads);
     }
     barrier(work, threads);
-    int begin = d / LANES * id / threads * LANES, end = d / LANES * (id + 1) / threads * LANES;
+    int begin = d / COLUMN * id / threads * COLUMN, end = d / COLUMN * (id + 1) / threads * COLUMN;
     for (int n = 0; n < t->count; n++) {
         float *x = t->x + (size_t)n * d, total = total_weight(t, n);
         for (int j = 0; j < t->k; j++) {
             size_t expert = (size_t)t->ids[n * t->k + j];
-            fv share = all(t->weights[n * t->k + j] / total);
-            for (int i = begin; i < end; i += LANES)
-                store_v(x + i, fma_v(share, load_bf16_v(s->means + expert * d + i), load_v(x + i)));
+            vectors()->add_bf16(t->weights[n * t->k + j] / total, s->means + expert * d + begin,
+                                end - begin, x + begin);
             for (int row = 0; row < rows; row++) {
                 const bf16 *down = s->down + (expert * rows + row) * d;
-                fv z = all(t->neurons[(size_t)n * each + j * rows + row]);
-                for (int i = begin; i < end; i += LANES)
-                    store_v(x + i, fma_v(z, load_bf16_v(down + i), load_v(x + i)));
+                vectors()->add_bf16(t->neurons[(size_t)n * each + j * rows + row], down + begin,
+                                    end - begin, x + begin);
             }
         }
     }

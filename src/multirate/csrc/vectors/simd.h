@@ -8,12 +8,8 @@
 // order (Sum), and exp has one formula.
 #ifndef MULTIRATE_SIMD_H
 #define MULTIRATE_SIMD_H
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-
-#include "../abi.h"
+#include "../bf16.h"
+#include "../vectors.h"
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -24,26 +20,10 @@
 typedef float f16 __attribute__((vector_size(64)));    // 16 fp32 lanes
 typedef int32_t i16 __attribute__((vector_size(64)));  // 16 int32 lanes
 typedef uint32_t u16 __attribute__((vector_size(64))); // 16 pairs of bf16
-typedef int16_t s16 __attribute__((vector_size(32)));  // 16 int16 lanes
 typedef float f8 __attribute__((vector_size(32)));     // 8 fp32 lanes
-typedef double f8d __attribute__((vector_size(64)));   // 8 fp64 lanes
 
 #define INLINE static inline __attribute__((always_inline))
 
-INLINE float from_bf16(bf16 b) {
-    union {
-        uint32_t u;
-        float f;
-    } c = {.u = (uint32_t)b << 16};
-    return c.f;
-}
-INLINE bf16 to_bf16(float f) { // round to nearest even
-    union {
-        float f;
-        uint32_t u;
-    } c = {.f = f};
-    return (bf16)((c.u + 0x7fffu + ((c.u >> 16) & 1)) >> 16);
-}
 INLINE f16 splat(float f) {
     return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f};
 }
@@ -91,12 +71,8 @@ INLINE fv all(float f) {
     return (fv){f, f, f, f};
 #endif
 }
-// a · b + c, rounded once: a call of fmaf for each lane where no instruction does it.
-#if LANES == 16 || defined(__FMA__) || defined(__aarch64__)
-#define HAVE_FMA 1
-#else
-#define HAVE_FMA 0
-#endif
+// a · b + c, rounded once. Where no instruction does it: in fp64, where the product is exact, and
+// the sum rounded to odd, which leaves the one rounding to fp32.
 INLINE fv fma_v(fv a, fv b, fv c) {
 #if LANES == 16
     return (fv)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -105,10 +81,14 @@ INLINE fv fma_v(fv a, fv b, fv c) {
 #elif defined(__aarch64__)
     return (fv)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-    fv sum;
-    for (int i = 0; i < LANES; i++)
-        sum[i] = fmaf(a[i], b[i], c[i]);
-    return sum;
+    typedef double wide __attribute__((vector_size(8 * LANES)));
+    typedef int64_t longs __attribute__((vector_size(8 * LANES)));
+    wide product = __builtin_convertvector(a, wide) * __builtin_convertvector(b, wide),
+         other = __builtin_convertvector(c, wide), sum = product + other, back = sum - product,
+         lost = (product - (sum - back)) + (other - back);
+    longs bits = (longs)sum, even = (bits & 1) - 1, inexact = (lost > 0.0) | (lost < 0.0),
+          smaller = (lost > 0.0) ^ (sum > 0.0);
+    return __builtin_convertvector((wide)(bits + ((1 | smaller) & inexact & even)), fv);
 #endif
 }
 INLINE f16 fma16(f16 a, f16 b, f16 c) {
@@ -163,20 +143,6 @@ INLINE float total_of(Sum sum) {
     two[0] += two[1];
     return two[0][0] + two[0][1];
 }
-// Σ a · b, both [d], d a multiple of 16.
-INLINE float dot_of(const float *a, const float *b, int d) {
-    Sum sum = no_sum();
-    for (int i = 0; i < d; i += 16)
-        for (int j = 0; j < 16 / LANES; j++)
-            sum.of[j] = fma_v(load_v(a + i + j * LANES), load_v(b + i + j * LANES), sum.of[j]);
-    return total_of(sum);
-}
-INLINE double sum_of(f8d v) {
-    double total = 0.0;
-    for (int i = 0; i < 8; i++)
-        total += v[i];
-    return total;
-}
 INLINE float max_v(fv v) {
 #ifdef __AVX512F__
     return _mm512_reduce_max_ps((__m512)v);
@@ -194,39 +160,6 @@ INLINE int any_of(iv lanes) {
     for (int i = 0; i < LANES / 2; i++)
         any |= ((pairs)lanes)[i];
     return any != 0;
-}
-
-#define PIECE 64 // tokens that are passed over together where none can be of use
-
-INLINE float largest_of(const float *x, int count) {
-    f16 highest = splat(-INFINITY);
-    int i = 0;
-    for (; i + 16 <= count; i += 16) {
-        f16 v = load(x + i);
-        i16 greater = v > highest;
-        highest = (f16)(((i16)v & greater) | ((i16)highest & ~greater));
-    }
-    float top = -INFINITY;
-    for (int j = 0; j < 16; j++)
-        top = highest[j] > top ? highest[j] : top;
-    for (; i < count; i++)
-        top = x[i] > top ? x[i] : top;
-    return top;
-}
-// The first of the largest of x [count]; what is not a number does not count.
-static inline int argmax_of(const float *x, int count) {
-    float top = -INFINITY;
-    int from = 0;
-    for (int i = 0; i < count; i += 1024) { // equal ones are looked for in one piece alone
-        float here = largest_of(x + i, count - i < 1024 ? count - i : 1024);
-        if (here > top) {
-            top = here;
-            from = i;
-        }
-    }
-    while (from < count - 1 && x[from] != top)
-        from++;
-    return from;
 }
 
 // exp for x <= 0 (softmax): 2^n · polynomial of the remainder; relative error below 2e-7. 0 below
@@ -255,9 +188,6 @@ INLINE fv sigmoid_vector(fv x) {
     fv s = all(1.0f) / (all(1.0f) + e); // sigmoid(|x|)
     fv n = e * s;                       // sigmoid(-|x|)
     return (fv)(((iv)n & negative) | ((iv)s & ~negative));
-}
-INLINE float sigmoid_of(float x) {
-    return sigmoid_vector(all(x))[0];
 }
 INLINE fv silu_vector(fv g) {
     return g * sigmoid_vector(g);

@@ -15,29 +15,75 @@ long lines_ahead(int lanes, int format) {
     return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
 }
 
-typedef const Arch *(*FindArch)(void);
-static const FindArch all[] = {avx512_arch, avx_vnni_arch, avx2_arch, generic_arch};
+extern const Vectors generic_vectors, avx2_vectors, avx_vnni_vectors, avx512_vectors,
+    avx512_vnni_vectors;
+
+static int everywhere(void) {
+    return 1;
+}
+
+#if defined(__x86_64__)
+#define HAS(feature) __builtin_cpu_supports(feature)
+static int has_avx2(void) {
+    return HAS("avx2") && HAS("fma") && HAS("f16c") && HAS("bmi") && HAS("bmi2");
+}
+static int has_avx_vnni(void) {
+    return has_avx2() && HAS("avxvnni");
+}
+static int has_avx512(void) {
+    return has_avx2() && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") &&
+           HAS("avx512cd");
+}
+static int has_avx512_vnni(void) {
+    return has_avx512() && HAS("avx512vnni");
+}
+#endif
+
+static const Arch archs[] = {
+#if defined(__x86_64__)
+    {"avx512_vnni", has_avx512_vnni, &avx512_vnni_vectors, &avx512_vnni_bytes},
+    {"avx512", has_avx512, &avx512_vectors, &avx2_bytes},
+    {"avx_vnni", has_avx_vnni, &avx_vnni_vectors, &avx_vnni_bytes},
+    {"avx2", has_avx2, &avx2_vectors, &avx2_bytes},
+#endif
+    {"generic", everywhere, &generic_vectors, &generic_bytes},
+};
 
 static const Arch *_Atomic chosen;
 
 const Arch *arch(void) {
     if (!chosen) // threads that come here together choose the same
-        for (size_t i = 0; !chosen; i++)
-            chosen = all[i]();
+        mr_choose_arch(NULL);
     return chosen;
+}
+
+const Vectors *vectors(void) {
+    return arch()->vectors;
 }
 
 const char *mr_arch(void) {
     return arch()->name;
 }
 
+#define ARCHS (int)(sizeof archs / sizeof *archs)
+
+const char *mr_arch_name(int at) {
+    return at < ARCHS ? archs[at].name : NULL;
+}
+
+int mr_has_arch(int at) {
+    return archs[at].here();
+}
+
 int mr_choose_arch(const char *name) {
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++) {
-        const Arch *found = all[i]();
-        if (found && (!name || !strcmp(found->name, name))) {
-            chosen = found;
+    for (int i = 0; i < ARCHS; i++)
+        if ((!name || !strcmp(archs[i].name, name)) && archs[i].here()) {
+            chosen = &archs[i];
             return 1;
         }
-    }
     return 0;
+}
+
+int mr_int12_products(void) {
+    return vectors()->short_weights;
 }

@@ -1,5 +1,6 @@
-// What an architecture does for quantised weights: a file in arch/ for each, all of them compiled,
-// and one chosen at run time. Results are the same bits in all of them:
+// The instruction sets that the kernel has code for, one of which is chosen at run time: a table of
+// vectors (vectors.h) and one of products with quantised weights for each. Results are the same
+// bits in all of them. Of quantised weights:
 //
 //   sum    the integers q · x of a block's inputs, exactly, with the format's start
 //   total  = fma((float)sum, unit · scale of x, total), and then
@@ -8,16 +9,10 @@
 // block by block, from a total of 0; unit and least are exact in fp32.
 #ifndef MULTIRATE_ARCH_H
 #define MULTIRATE_ARCH_H
+#include "../vectors.h"
 #include "byte_rows.h"
 
 #define MOST_BYTE_LANES 16
-
-// What a pass over weights fetches meanwhile: at its step k, the line at k · stride bytes behind
-// `here` while k < own, and behind `next` from then on.
-typedef struct {
-    const char *here, *next;
-    long own, stride;
-} Ahead;
 
 // How far ahead weights are fetched, in lines of 64 bytes, for a tile of so many rows. The
 // processor's own prefetching falls behind several rows' products, and on Intel's with registers of
@@ -29,19 +24,22 @@ long lines_ahead(int lanes, int format);
 typedef void (*ByteProduct)(const Column *column, const ByteRows *x, long blocks,
                             const Ahead *ahead, float *to, long stride);
 
+// Products of bytes: a file in arch/ for each instruction set that has faster ones.
 typedef struct {
-    const char *name;
     int lanes; // rows of a tile at most
     QuantiseInputs quantise;
     ByteProduct product[WEIGHT_FORMATS]; // NULL: not of quantised weights
+} Bytes;
+
+extern const Bytes generic_bytes, avx2_bytes, avx_vnni_bytes, avx512_vnni_bytes;
+
+typedef struct {
+    const char *name;
+    int (*here)(void); // whether this processor has it
+    const Vectors *vectors;
+    const Bytes *bytes;
 } Arch;
 
-// NULL where the compiler or the processor lacks it.
-const Arch *generic_arch(void);
-const Arch *avx2_arch(void);
-const Arch *avx_vnni_arch(void);
-const Arch *avx512_arch(void);
-
-// The one in use: the best that this processor has, unless a test chose another one.
+// The one in use: the best that this processor has, unless another one was chosen.
 const Arch *arch(void);
 #endif

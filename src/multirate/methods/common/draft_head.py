@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.formats import Q4_1, Q8_0, exact_format
+from multirate.model.native.formats import INT16, Q4_1, Q8_0
 from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 from multirate.model.quantised import in_blocks
@@ -67,7 +67,7 @@ class DraftHead:
         (where that is how the model's are, and all are wanted, it is not copied).
         """
         as_it_is = in_blocks(decoder.head_weight)
-        if tokens is None and (as_it_is or owner.format in (None, exact_format())):
+        if tokens is None and (as_it_is or owner.format in (None, INT16)):
             return DraftHead(decoder.head, decoder.info.vocab_size)
         bias = decoder.head_bias
         if bias is not None and tokens is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,10 +17,9 @@ import torch
 from cffi import FFI
 from torch import Tensor
 
+from multirate.model.native.build import SOURCE_FOLDER
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
-
-SOURCE_FOLDER = Path(__file__).parents[2] / "csrc"
 
 CData = Any
 """A C value: a structure, an array or a pointer. cffi has no types that a checker could use."""

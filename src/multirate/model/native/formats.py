@@ -60,17 +60,12 @@ def format_named(name: str) -> WeightFormat | None:
     return next((one for one in QUANTISED if one.name == name.upper()), None)
 
 
-def exact_format() -> WeightFormat:
-    """The format of 16-bit weights that this processor multiplies fastest."""
-    return INT16 if library.kernel().mr_integer_products() else BF16
-
-
 def draft_format(weights: str) -> WeightFormat:
     """The format of layers and heads that only draft. weights: "int4", "int8", or "bf16" for 16
     bits. Processors without fast byte products have 16 bits for all.
     """
     if weights == "bf16" or instruction_set() == "generic":
-        return exact_format()
+        return INT16
     return Q4_1 if weights == "int4" else Q8_0
 
 
@@ -83,9 +78,9 @@ def mixing_format(weights: str) -> WeightFormat:
 
 def screened() -> bool:
     """Whether heads of 16 bits have a `Screen` on this processor."""
-    return instruction_set() == "avx512" and exact_format() == INT16
+    return instruction_set() in ("amx", "avx512_vnni")
 
 
 def instruction_set() -> str:
-    """The one that quantised weights are multiplied with, such as "avx512"."""
+    """The one in use, such as "avx512_vnni"."""
     return str(abi.ffi.string(library.kernel().mr_arch()).decode())

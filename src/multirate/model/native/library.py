@@ -2,8 +2,8 @@
 
 `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
 back to the generic decoder and warn (`say_unavailable`). The build is stored in the user's cache
-folder. Its name holds a digest of source, flags and processor, one of the compiler, and one of the
-file's own content, which is checked before loading because a damaged library would end the process.
+folder. Its name holds a digest of source and flags, one of the compiler, and one of the file's own
+content, which is checked before loading because a damaged library would end the process.
 Files are written atomically, so several processes may build at once. If the folder cannot be used,
 each process builds its own library.
 """
@@ -17,7 +17,6 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import tempfile
 import threading
 import weakref
@@ -29,38 +28,8 @@ import torch
 from multirate.errors import UserError, say_once
 from multirate.io import cache_folder, replace_file
 from multirate.model.machine import usable_processors
-from multirate.model.native import abi
+from multirate.model.native import abi, build
 from multirate.model.time_split import TimeSplit
-
-FLAGS = (
-    "-O3",
-    "-ffp-contract=off",
-    "-std=gnu11",
-    "-shared",
-    "-fPIC",
-    "-fvisibility=hidden",
-    "-pthread",
-    "-Wno-psabi",
-)
-
-_LONGEST_BUILD = 120
-
-VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "native": (("-march=native",), ()),
-    "avx512": (
-        ("-march=skylake-avx512",),
-        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"),
-    ),
-    "avx512vnni": (
-        ("-march=cascadelake",),
-        ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_vnni"),
-    ),
-    "avx2": (("-march=haswell",), ("avx2", "fma")),
-    "portable": (("-DMULTIRATE_WIDE",), ()),
-}
-"""What a build may be for: the compiler's flags, and the processor's that it then needs. native:
-this processor, with all it has; portable: no instructions beyond the architecture's own.
-"""
 
 
 class NativeUnavailable(RuntimeError):
@@ -71,16 +40,6 @@ class NativeUnavailable(RuntimeError):
     def __init__(self, reason: str, mend: str = "") -> None:
         super().__init__(reason)
         self.mend = mend
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(
-            (line for line in lines if line.startswith(("flags", "Features"))), platform.processor()
-        )
-    except OSError:
-        return platform.processor() + platform.machine()
 
 
 def _open(path: Path) -> abi.CData:
@@ -95,37 +54,15 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _sources() -> list[Path]:
-    return sorted(path for path in abi.SOURCE_FOLDER.rglob("*") if path.suffix in (".c", ".h"))
-
-
 def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
-    sources = [str(path) for path in _sources() if path.suffix == ".c"]
-    errors: list[str] = []
-    # a library that is loaded before Python's own (a sanitizer's) is not meant for the compiler
-    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
-    for openmp in (["-fopenmp"], []):
-        command = [compiler, *flags, *openmp, *sources, "-o", str(built), "-lm"]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, timeout=_LONGEST_BUILD, check=False, env=environment
-            )
-        except subprocess.TimeoutExpired:
-            errors = [f"it took more than {_LONGEST_BUILD} seconds"]
-            break  # so it would without OpenMP
-        except (OSError, subprocess.SubprocessError) as problem:
-            errors = [str(problem)]
-            continue
-        if not done.returncode and built.is_file():
-            return
-        said = done.stderr.decode(errors="replace").strip()  # in the encoding of any locale
-        what = f"exit code {done.returncode}" if done.returncode else "it wrote no file"
-        errors = said.splitlines()[-1:] if done.returncode and said else [what]
-    raise NativeUnavailable(
-        f"{compiler} could not build the kernel ({' '.join(errors)})",
-        "install gcc or clang with the C library's headers, or name another compiler with CC=...",
-    )
+    try:
+        build.compile_library(compiler, flags, built)
+    except build.BuildFailed as problem:
+        raise NativeUnavailable(
+            f"{compiler} could not build the kernel ({problem})",
+            "install gcc or clang with the C library's headers, or name another compiler with "
+            "CC=...",
+        ) from None
 
 
 def _kept(folder: Path, pattern: str) -> abi.CData | None:
@@ -183,9 +120,8 @@ def _attempt(
     """The library or why there is none: asked once, as a failing compiler takes seconds each
     time.
     """
-    sources = b"".join(path.name.encode() + path.read_bytes() for path in _sources())
-    settings = " ".join((*flags, _processor(), platform.machine()))
-    key = "kernel-" + _digest(sources + settings.encode())
+    settings = (build.source_digest(), *flags, platform.machine())
+    key = "kernel-" + _digest(" ".join(settings).encode())
     name = f"{key}-{_digest(str(compiler).encode())}"
     try:
         library = None if compiler is None else _kept(folder, f"{name}-*.so")
@@ -216,15 +152,16 @@ def _attempt(
 _attempting = threading.RLock()
 
 
-def kernel(variant: str | None = None) -> abi.CData:
+def kernel() -> abi.CData:
     """The kernel's library, built on first use (some seconds). Raises NativeUnavailable.
 
-    variant: a key of VARIANTS; None: the value of MULTIRATE_KERNEL_VARIANT, or "native".
-    MULTIRATE_KERNEL_FLAGS are passed to the compiler as well (docs/kernel.md: sanitizers).
+    MULTIRATE_ARCH names the instruction set that it uses, where that is not the best; it is read
+    when the library is loaded. MULTIRATE_KERNEL_FLAGS are passed to the compiler as well
+    (docs/kernel.md: sanitizers).
     """
     environment = os.environ
     return _kernel(
-        variant or environment.get("MULTIRATE_KERNEL_VARIANT", "native"),
+        environment.get("MULTIRATE_ARCH"),
         environment.get("MULTIRATE_NATIVE"),
         environment.get("CC", "cc"),
         environment.get("PATH"),
@@ -235,7 +172,7 @@ def kernel(variant: str | None = None) -> abi.CData:
 
 @functools.lru_cache(maxsize=16)
 def _kernel(
-    variant: str,
+    arch: str | None,
     native: str | None,
     compiler: str,
     _path: str | None,
@@ -246,21 +183,24 @@ def _kernel(
         raise NativeUnavailable("MULTIRATE_NATIVE=0 is set")
     if os.name != "posix":
         raise NativeUnavailable("the native kernel needs a POSIX system", "use Linux or macOS")
-    if variant not in VARIANTS:
-        accepted = ", ".join(VARIANTS)
-        raise UserError(f"MULTIRATE_KERNEL_VARIANT is '{variant}'; accepted: {accepted}")
-    machine, needed = VARIANTS[variant]
-    missing = sorted(set(needed) - set(_processor().split()))
-    if missing:
-        raise NativeUnavailable(
-            f"this processor lacks {', '.join(missing)}, which the kernel variant {variant} needs"
-        )
     found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
-        library = _attempt(found, cache_folder(), (*FLAGS, *machine, *extra.split()))
+        library = _attempt(found, cache_folder(), tuple(extra.split()))
     if isinstance(library, NativeUnavailable):
         raise library
+    if arch and not library.mr_choose_arch(arch.encode()):
+        here = ", ".join(_archs_here(library))
+        raise UserError(f"MULTIRATE_ARCH is '{arch}'; this processor has: {here}")
     return library
+
+
+def _archs_here(library: abi.CData) -> list[str]:
+    """The instruction sets that the kernel may use on this processor, best first."""
+    names, at = [], 0
+    while name := library.mr_arch_name(at):
+        names += [abi.ffi.string(name).decode()] if library.mr_has_arch(at) else []
+        at += 1
+    return names
 
 
 def say_unavailable(reason: str) -> None:

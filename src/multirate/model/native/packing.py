@@ -19,7 +19,6 @@ from multirate.model.native.formats import (
     INT16,
     Q8_0,
     WeightFormat,
-    exact_format,
     format_named,
     screened,
 )
@@ -46,9 +45,7 @@ def padded(count: int) -> int:
 
 def packed_bytes(weights: int, head: int) -> int:
     """What so many weights of floats take when packed, and a head's screen."""
-    exact = exact_format()
-    twelve = exact == INT16 and library.kernel().mr_int12_products()
-    bits = 12 if twelve else 16
+    bits = 12 if library.kernel().mr_int12_products() else 16
     return weights * bits // 8 + (head if screened() else 0)
 
 
@@ -121,7 +118,7 @@ def _unpacked(weight: Tensor) -> tuple[abi.CData, Tensor]:
 class Owner:
     """Packs weights, and keeps alive every tensor whose address a C structure holds.
 
-    format: what weights of floats are packed as; None: `exact_format()`. Blocks stay what they are.
+    format: what weights of floats are packed as; None: INT16. Blocks stay what they are.
     twelve_bits: where weights of INT16 fit into INT12, they are packed so: the same results from
     fewer bytes. saved_bytes: how many, of all weights of floats so far, beside two bytes for each.
     """
@@ -240,7 +237,7 @@ class Owner:
         """Formats that floats may be packed as, the first that they fit into; the last one takes
         any. NativeUnavailable for a number of inputs that it does not take.
         """
-        wanted = exact_format() if self.format is None or self.format.quantised else self.format
+        wanted = INT16 if self.format is None or self.format.quantised else self.format
         if inputs % wanted.piece:
             raise library.NativeUnavailable(
                 f"a linear layer with {inputs} inputs, which is not a multiple of {wanted.piece}"

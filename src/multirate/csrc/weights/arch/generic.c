@@ -57,19 +57,15 @@ static void product(const Column *column, const ByteRows *x, long blocks, const 
     }
 }
 
-const Arch *generic_arch(void) {
-    static const Arch found = {
-        "generic",
-        MOST_BYTE_LANES,
-        quantise_inputs,
-        {[WEIGHTS_Q8_0] = product,
-         [WEIGHTS_Q4_0] = product,
-         [WEIGHTS_Q4_1] = product,
-         [WEIGHTS_Q5_0] = product,
-         [WEIGHTS_Q5_1] = product,
-         [WEIGHTS_Q4_K] = product,
-         [WEIGHTS_Q5_K] = product,
-         [WEIGHTS_Q6_K] = product},
-    };
-    return &found;
-}
+const Bytes generic_bytes = {
+    MOST_BYTE_LANES,
+    quantise_inputs,
+    {[WEIGHTS_Q8_0] = product,
+     [WEIGHTS_Q4_0] = product,
+     [WEIGHTS_Q4_1] = product,
+     [WEIGHTS_Q5_0] = product,
+     [WEIGHTS_Q5_1] = product,
+     [WEIGHTS_Q4_K] = product,
+     [WEIGHTS_Q5_K] = product,
+     [WEIGHTS_Q6_K] = product},
+};

@@ -2,10 +2,6 @@
 // where four of 6 bits fit and two of 8 bits do not: those are split into their sizes and signs.
 #include "../arch.h"
 
-#if defined(__x86_64__)
-#pragma GCC push_options
-#pragma GCC target("avx2,f16c,fma")
-
 #define IN_32_BITS(pairs) _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))
 #define ADD_PAIR(n)                                                                                \
     a##n = _mm256_add_epi32(                                                                       \
@@ -24,17 +20,5 @@
 #define BLOCK_SIGNED(ROWS, BITS) BLOCK_WITH(ROWS, BITS, SCALE, ZERO, ADD_SUM)
 FORMAT(q8_0, 8, 8, SIGNED, START_128)
 FORMATS
-#pragma GCC pop_options
 
-const Arch *avx2_arch(void) {
-    static const Arch found = {"avx2", LANES_256, quantise, PRODUCTS};
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                   __builtin_cpu_supports("f16c")
-               ? &found
-               : NULL;
-}
-#else
-const Arch *avx2_arch(void) {
-    return NULL;
-}
-#endif
+const Bytes avx2_bytes = {LANES_256, quantise, PRODUCTS};

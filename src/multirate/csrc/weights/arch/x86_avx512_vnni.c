@@ -2,13 +2,9 @@
 // of each row in one instruction, and the sums of up to 12 rows stay in registers.
 #include "../arch.h"
 
-#if defined(__x86_64__)
 #include <immintrin.h>
 
 #include "rows_of_tile.h"
-
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,f16c,fma")
 
 #define LANES_512 12 // rows of a tile at most: each takes two registers
 
@@ -230,29 +226,16 @@ static void quantise(const float *x, int inputs, int8_t *q, float *scales) {
         scales += blocks;
     }
 }
-#pragma GCC pop_options
 
-const Arch *avx512_arch(void) {
-    static const Arch found = {
-        "avx512",
-        LANES_512,
-        quantise,
-        {[WEIGHTS_Q8_0] = q8_0,
-         [WEIGHTS_Q4_0] = q4_0,
-         [WEIGHTS_Q4_1] = q4_1,
-         [WEIGHTS_Q5_0] = q5_0,
-         [WEIGHTS_Q5_1] = q5_1,
-         [WEIGHTS_Q4_K] = q4_k,
-         [WEIGHTS_Q5_K] = q5_k,
-         [WEIGHTS_Q6_K] = q6_k},
-    };
-    return __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
-                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")
-               ? &found
-               : NULL;
-}
-#else
-const Arch *avx512_arch(void) {
-    return NULL;
-}
-#endif
+const Bytes avx512_vnni_bytes = {
+    LANES_512,
+    quantise,
+    {[WEIGHTS_Q8_0] = q8_0,
+     [WEIGHTS_Q4_0] = q4_0,
+     [WEIGHTS_Q4_1] = q4_1,
+     [WEIGHTS_Q5_0] = q5_0,
+     [WEIGHTS_Q5_1] = q5_1,
+     [WEIGHTS_Q4_K] = q4_k,
+     [WEIGHTS_Q5_K] = q5_k,
+     [WEIGHTS_Q6_K] = q6_k},
+};

@@ -1,16 +1,8 @@
 // Fixed-point products on AVX2: 16 registers of 8 lanes. 16 outputs for up to 6 rows, whose sums
 // take 12 of them. A tile's rows lie one after the other, [rows][in].
-#include "../fixed_tile.h"
-#if INTEGER_PRODUCTS && !defined(__AVX512F__)
-
-int fixed_lanes(int rows) {
-    return rows;
-}
-
-void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
-    for (int n = 0; n < count; n++)
-        memcpy(to + (size_t)n * in, rows[n], (size_t)in * sizeof *to);
-}
+#ifndef MULTIRATE_FIXED_AVX2_H
+#define MULTIRATE_FIXED_AVX2_H
+#include "fixed_plain.h"
 
 // In assembly because compilers hoist the products and then spill the sums: 6 rows need all 16
 // registers.
@@ -40,8 +32,7 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     static void NAME##_##ROWS(const void *weight, const int16_t *rows, long pairs,                 \
                               const Ahead *fetched, float *to, long stride) {                      \
         N_##ROWS(ROW) N_##ROWS(ZERO) for (long k = 0; k < pairs; k++) {                            \
-            _mm_prefetch((k < fetched->own ? fetched->here : fetched->next) + k * fetched->stride, \
-                         _MM_HINT_T0);                                                             \
+            FETCH_TO(k, 3)                                                                         \
             __m256i w = WEIGHTS(k, 0), v = WEIGHTS(k, 1);                                          \
             N_##ROWS(DOT)                                                                          \
         }                                                                                          \
@@ -54,15 +45,17 @@ void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     PASS(NAME, 4, WEIGHTS)                                                                         \
     PASS(NAME, 5, WEIGHTS)                                                                         \
     PASS(NAME, 6, WEIGHTS)
-PASSES(wide, HALF)
+PASSES(sixteen_bits, HALF)
 
 typedef void (*Pass)(const void *, const int16_t *, long, const Ahead *, float *, long);
 #define OF_ROWS(NAME) {NULL, NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6}
-static const Pass passes[FIXED_LANES + 1] = OF_ROWS(wide);
+static const Pass passes[FIXED_ROWS + 1] = OF_ROWS(sixteen_bits);
 
-void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
-                const Ahead *ahead, float *to, int stride) {
-    (void)format;
-    passes[count](weight, rows, pairs, ahead, to, stride);
+static void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
+                       const Ahead *ahead, float *to, int stride) {
+    if (format == WEIGHTS_INT12)
+        plain_tile(weight, format, rows, count, pairs, ahead, to, stride);
+    else
+        passes[count](weight, rows, pairs, ahead, to, stride);
 }
 #endif

@@ -6,8 +6,12 @@
 //   | r0i0 r0i1 r1i0 r1i1 … |   r: row, i: input
 //   | r0i2 r0i3 r1i2 r1i3 … |
 //   …
-#include "../fixed_tile.h"
-#if INTEGER_PRODUCTS && defined(__AVX512F__)
+#ifndef MULTIRATE_FIXED_AVX512_H
+#define MULTIRATE_FIXED_AVX512_H
+#include "fixed_rows.h"
+
+#define FIXED_ROWS 24 // of a tile at most, in registers with their weights
+#define SHORT_WEIGHTS 1
 
 // Tiles of 1, 2, … 12, 14, 16, … 24 lanes. N_r(F) writes F(0) … F(r − 1).
 #define N_14(F) N_12(F) F(12) F(13)
@@ -17,7 +21,7 @@
 #define N_22(F) N_20(F) F(20) F(21)
 #define N_24(F) N_22(F) F(22) F(23)
 
-int fixed_lanes(int rows) {
+static int fixed_lanes(int rows) {
     return rows <= 12 ? rows : (rows + 1) / 2 * 2;
 }
 
@@ -37,7 +41,7 @@ INLINE void arrange_four(const int32_t *const *rows, long k, int32_t *to, long l
     }
 }
 
-void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
+static void fixed_arrange(const int16_t *const *rows, int count, int in, int16_t *to) {
     long lanes = fixed_lanes(count), pairs = in / 2;
     int32_t *words = (int32_t *)to;
     // the last four first: where there are fewer, what is written behind a pair's lanes is the next
@@ -133,7 +137,7 @@ static const int16_t INT12_POWERS[32]
     PASS(NAME, 20, WEIGHTS)                                                                        \
     PASS(NAME, 22, WEIGHTS)                                                                        \
     PASS(NAME, 24, WEIGHTS)
-PASSES(wide, LINE)
+PASSES(sixteen_bits, LINE)
 
 // Four lines of WEIGHTS_INT12 from three. A code is the place in `powers` of what eight bits are
 // multiplied by; vpermw takes it from the lowest five bits of a word, of which the fifth is the
@@ -152,7 +156,7 @@ PASSES(wide, LINE)
 #define DOT_3(n) DOT(n, a, w3, x + 3 * lanes)
 #define DOT_1B(n) DOT(n, b, w1, x + lanes)
 #define DOT_3B(n) DOT(n, b, w3, x + 3 * lanes)
-void fixed_line_12(const void *weights, long line, int16_t *to) {
+static void fixed_line_12(const void *weights, long line, int16_t *to) {
     const __m512i low_bytes = _mm512_set1_epi16(255), powers = _mm512_load_si512(INT12_POWERS);
     const char *weight = (const char *)weights + line / 4 * 192;
     __m512i bytes = LINE(line % 4 / 2), codes = LINE(2);
@@ -163,8 +167,8 @@ void fixed_line_12(const void *weights, long line, int16_t *to) {
 
 // 16 outputs for ROWS rows, four lines of weights a step.
 #define PASS_12(ROWS, BEGIN, DOTS_1, DOTS_3, END)                                                  \
-    static void short_##ROWS(const void *weights, const int32_t *x, long pairs,                    \
-                             const Ahead *fetched, float *to, long stride) {                       \
+    static void twelve_bits_##ROWS(const void *weights, const int32_t *x, long pairs,              \
+                                   const Ahead *fetched, float *to, long stride) {                 \
         const long lanes = ROWS;                                                                   \
         const __m512i low_bytes = _mm512_set1_epi16(255),                                          \
                       powers = _mm512_load_si512(INT12_POWERS);                                    \
@@ -221,10 +225,10 @@ typedef void (*Pass)(const void *, const int32_t *, long, const Ahead *, float *
      [20] = NAME##_20,                                                                             \
      [22] = NAME##_22,                                                                             \
      [24] = NAME##_24}
-static const Pass passes[2][FIXED_LANES + 1] = {OF_LANES(wide), OF_LANES(short)};
+static const Pass passes[2][FIXED_ROWS + 1] = {OF_LANES(sixteen_bits), OF_LANES(twelve_bits)};
 
-void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
-                const Ahead *ahead, float *to, int stride) {
+static void fixed_tile(const void *weight, int format, const int16_t *rows, int count, int pairs,
+                       const Ahead *ahead, float *to, int stride) {
     passes[format == WEIGHTS_INT12][fixed_lanes(count)](weight, (const int32_t *)rows, pairs, ahead,
                                                         to, stride);
 }

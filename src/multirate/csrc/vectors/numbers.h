@@ -1,8 +1,8 @@
 // The random numbers that sampling adds to logits, and the argmax with them. model/noise.py defines
 // them and explains why every build gives the same bits; the two files match step by step.
-#include "../noise.h"
-
-#include "simd.h"
+#ifndef MULTIRATE_NUMBERS_H
+#define MULTIRATE_NUMBERS_H
+#include "logits.h"
 
 #define FRACTION_BITS 16 // of a float's mantissa, below those that number a knot
 #define FIRST_KNOT (127 << (23 - FRACTION_BITS))
@@ -86,8 +86,8 @@ INLINE uv tokens_of(const int64_t *ids) {
     return __builtin_convertvector(tokens, uv);
 }
 
-void add_noise(const Noise *noise, const int64_t *ids, int outputs, float *rows, int count,
-               int stride) {
+static void add_noise(const Noise *noise, const int64_t *ids, int outputs, float *rows, int count,
+                      int stride) {
     Place place = place_of(noise);
     int begin = 0;
     for (; begin + LANES <= outputs; begin += LANES) {
@@ -105,13 +105,8 @@ void add_noise(const Noise *noise, const int64_t *ids, int outputs, float *rows,
     }
 }
 
-void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to) {
-    memset(to, 0, (size_t)count * sizeof *to);
-    add_noise(noise, ids, count, to, 1, count);
-}
-
-int noisy_above(const Noise *noise, const float *row, int begin, int end, float least, int most,
-                int *tokens, float *sums) {
+static int noisy_above(const Noise *noise, const float *row, int begin, int end, float least,
+                       int most, int *tokens, float *sums) {
     Place place = place_of(noise);
     Bound bound = bound_of(noise->scale);
     // what the bound and a sum may be off by
@@ -193,9 +188,4 @@ static int64_t noisy_argmax(const float *row, int vocab, const Noise *noise) {
     }
     return !any_of(missing) && isfinite(best.sum) ? best.token : -1;
 }
-
-void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, const Noise *noise,
-                     int64_t *tokens) {
-    for (int n = 0; n < count; n++)
-        tokens[n] = noisy_argmax(logits + (size_t)n * stride, vocab, &noise[n]);
-}
+#endif

@@ -1,18 +1,17 @@
-"""All variants of the kernel give the same bits, but for products with dense weights, whose
-arithmetic depends on what a processor multiplies fastest.
-"""
+"""All instruction sets give the same bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import pytest
 import torch
+from native_kernel import ARCHS, choose, skip_without_kernel, use_best
 from torch import Tensor
 
 from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, Q4_1, WeightFormat
+from multirate.model.native.formats import BF16, INT12, INT16, Q4_1, QUANTISED, WeightFormat
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
@@ -20,46 +19,43 @@ from multirate.model.rows import Rows
 from .harness import bf16_values, linear, pointer, randn, selection
 from .test_experts import EPS, EXPERTS, INNER, WIDTH, routing
 from .test_layers import CASES, HIDDEN, Case
+from .test_packing import packed
+from .test_quantised import product, random_blocks
 
 EXTREMES = [0.0, -0.0, 1e-42, -1e-38, 1e-20, 3e4, -87.0, -88.5, 104.0, -1e9, 1e30, -1e30]
-
-
-@pytest.fixture(autouse=True)
-def variant() -> None:
-    """In place of that of conftest.py: each test here loads all of them."""
 
 
 Results = list[Tensor]
 
 
-@pytest.fixture
-def same_bits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Computes something with each variant that this processor can run and requires the same bits
-    of all; numbers that are none may differ in theirs.
+@pytest.fixture(autouse=True)
+def arch() -> Iterator[None]:
+    """In place of that of conftest.py: each test here uses all of them."""
+    skip_without_kernel()
+    yield
+    use_best()
+
+
+def same_bits(compute: Callable[[], Results]) -> None:
+    """Computes something with each instruction set that this processor has and requires the same
+    bits of all; numbers that are none may differ in theirs.
     """
+    found: dict[str, Results] = {}
+    for name in ARCHS:
+        if choose(name):
+            found[name] = compute()
+    for name, results in found.items():
+        for place, (a, b) in enumerate(zip(found["generic"], results, strict=True)):
+            broken = a.isnan()
+            assert torch.equal(broken, b.isnan()), (place, name)
+            bits = [one[~broken].view(torch.int32) for one in (a, b)]
+            assert torch.equal(*bits), (place, name)
 
-    def check(compute: Callable[[], Results], without: tuple[str, ...] = ()) -> None:
-        found: dict[str, Results] = {}
-        for name in library.VARIANTS:
-            monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", name)
-            try:
-                library.kernel()
-            except library.NativeUnavailable as reason:
-                assert "could not build" not in str(reason) or "timed out" in str(reason), reason
-                continue
-            if name not in without:
-                found[name] = compute()
-        if len(found) < 2:
-            pytest.skip("this processor runs one variant alone")
-        first, *others = found
-        for name in others:
-            for place, (a, b) in enumerate(zip(found[first], found[name], strict=True)):
-                broken = a.isnan()
-                assert torch.equal(broken, b.isnan()), (place, first, name)
-                bits = [one[~broken].view(torch.int32) for one in (a, b)]
-                assert torch.equal(*bits), (place, first, name)
 
-    return check
+def test_the_names_are_the_kernels() -> None:
+    names = [library.kernel().mr_arch_name(at) for at in range(len(ARCHS) + 1)]
+    assert [abi.ffi.string(name).decode() for name in names[:-1]] == list(ARCHS)
+    assert names[-1] == abi.NULL
 
 
 def extreme(*shape: int, seed: int = 0) -> Tensor:
@@ -76,7 +72,7 @@ kinds = pytest.mark.parametrize("kind", KINDS)
 
 @kinds
 @pytest.mark.parametrize("width", [1, 16, 80, 250, 576])
-def test_norms_and_rotation(same_bits: Callable[..., None], kind: str, width: int) -> None:
+def test_norms_and_rotation(kind: str, width: int) -> None:
     def compute() -> Results:
         x, weight, angle = (KINDS[kind](width, seed=i) for i in range(3))
         turned = KINDS[kind](2 * width, seed=3)
@@ -91,9 +87,7 @@ def test_norms_and_rotation(same_bits: Callable[..., None], kind: str, width: in
 @kinds
 @pytest.mark.parametrize("vocab", [5, 133, 4096])
 @pytest.mark.parametrize("sharpness", [1.0, 0.7])
-def test_probabilities(
-    same_bits: Callable[..., None], kind: str, vocab: int, sharpness: float
-) -> None:
+def test_probabilities(kind: str, vocab: int, sharpness: float) -> None:
     def compute() -> Results:
         logits = 4 * KINDS[kind](3, padded(vocab))
         logits[2, 1::7] = -torch.inf
@@ -107,7 +101,7 @@ def test_probabilities(
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.7, 37.5, 1e-30])
-def test_noise_and_the_argmax_with_it(same_bits: Callable[..., None], scale: float) -> None:
+def test_noise_and_the_argmax_with_it(scale: float) -> None:
     def compute() -> Results:
         logits, noise = scale * randn(1, 5003), abi.noise_of([Noise(2**63 + 5, 9, scale)])
         made, token = torch.empty(5003), torch.empty(1, dtype=torch.int64)
@@ -120,8 +114,7 @@ def test_noise_and_the_argmax_with_it(same_bits: Callable[..., None], scale: flo
 
 @kinds
 @pytest.mark.parametrize("name", [*CASES, "gates of anything", "adapters"])
-def test_layers(same_bits: Callable[..., None], kind: str, name: str) -> None:
-    """Each output of a linear layer is one input times a power of two, which is exact."""
+def test_layers(kind: str, name: str) -> None:
     shapes = CASES | {
         "gates of anything": dict(heads=4, kv_heads=2, dim=64, norms_in=False, gelu=True),
         "adapters": dict(heads=4, kv_heads=2, dim=32, adapted=True),
@@ -140,7 +133,7 @@ def test_layers(same_bits: Callable[..., None], kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_layers_of_quantised_weights(same_bits: Callable[..., None], name: str) -> None:
+def test_layers_of_quantised_weights(name: str) -> None:
     """Whatever their weights: sums of a block are integers (weights/arch.h)."""
 
     def compute() -> Results:
@@ -153,7 +146,7 @@ def test_layers_of_quantised_weights(same_bits: Callable[..., None], name: str) 
 
 
 @kinds
-def test_routers_experts_and_what_they_add(same_bits: Callable[..., None], kind: str) -> None:
+def test_routers_experts_and_what_they_add(kind: str) -> None:
     k, rows = 3, 9
 
     def compute() -> Results:
@@ -198,7 +191,7 @@ def test_routers_experts_and_what_they_add(same_bits: Callable[..., None], kind:
 
 
 @kinds
-def test_pruned_experts(same_bits: Callable[..., None], kind: str) -> None:
+def test_pruned_experts(kind: str) -> None:
     kept, rows, k = 3, 9, 2
     ids, weights = routing(rows, k)
     halves = [bf16_values(EXPERTS, kept, WIDTH, seed=i, scale=0.1).bfloat16() for i in range(3)]
@@ -242,7 +235,7 @@ def test_pruned_experts(same_bits: Callable[..., None], kind: str) -> None:
 
 
 @kinds
-def test_arla_scores(same_bits: Callable[..., None], kind: str) -> None:
+def test_arla_scores(kind: str) -> None:
     weight, bias, out = randn(24, WIDTH), randn(24, seed=1), randn(24, seed=2)
 
     def compute() -> Results:
@@ -262,7 +255,7 @@ def test_arla_scores(same_bits: Callable[..., None], kind: str) -> None:
 
 
 @kinds
-def test_logits_that_are_refined(same_bits: Callable[..., None], kind: str) -> None:
+def test_logits_that_are_refined(kind: str) -> None:
     vocab, k = 133, 5
     exact = bf16_values(vocab, WIDTH, seed=1).bfloat16()
 
@@ -293,18 +286,51 @@ def test_logits_that_are_refined(same_bits: Callable[..., None], kind: str) -> N
     same_bits(compute)
 
 
-@pytest.mark.parametrize("inputs", [64, 250, 704])
-@pytest.mark.parametrize("layout", [None, BF16])
-def test_dense_products(
-    same_bits: Callable[..., None], inputs: int, layout: WeightFormat | None
-) -> None:
-    """Integer sums are exact, and rows are rounded alike; bf16 products are fused. Only a build
-    for no processor in particular has neither.
-    """
-    x = randn(25, inputs, seed=1)
-    x[3, 7], x[4] = 1e4, 0
+@pytest.mark.parametrize("inputs", [64, 248, 704])
+@pytest.mark.parametrize("layout", [None, BF16, INT16, INT12], ids=str)
+@pytest.mark.parametrize("rows", [1, 4, 7, 25])
+def test_dense_products(inputs: int, layout: WeightFormat | None, rows: int) -> None:
+    """Sums of integers are exact, rows are rounded alike, and bf16 products are fused."""
+    x = randn(rows, inputs, seed=1)
+    x[rows // 2, 7], x[rows // 3, 9] = 1e4, 0
 
     def compute() -> Results:
         return [linear(bf16_values(130, inputs), x, format=layout)]
 
-    same_bits(compute, without=("portable",))
+    same_bits(compute)
+
+
+@pytest.mark.parametrize("kind", QUANTISED, ids=lambda one: one.name)
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 25, 60])
+def test_quantised_products(kind: WeightFormat, rows: int) -> None:
+    owner = Owner()
+    layer = owner.linear(random_blocks(kind, 70, 768, rows))
+    x = randn(rows, 768, seed=rows)
+    x[0, 5] = 300  # a channel that is larger than all others
+    same_bits(lambda: [product(layer, x, threads=1 + rows % 2)])
+
+
+@kinds
+def test_weights_are_rounded_alike(kind: str) -> None:
+    """test_packing.py compares what becomes of ordinary ones."""
+    weight = KINDS[kind](64, 248).clamp(-1e15, 1e15)
+
+    def compute() -> Results:
+        content, scales = packed(weight, INT16)
+        assert scales is not None
+        return [content.view(torch.int16).float(), scales]
+
+    same_bits(compute)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_model_of_bf16_weights(name: str) -> None:
+    """A whole pass of any weights: its layers and the head's logits."""
+
+    def compute() -> Results:
+        case = Case(**CASES[name])  # type: ignore[arg-type]
+        rows = Rows.causal(0, 0, 70)
+        hidden = case.run(randn(70, HIDDEN), rows)
+        return [hidden, linear(bf16_values(133, HIDDEN, seed=5), hidden)]
+
+    same_bits(compute)

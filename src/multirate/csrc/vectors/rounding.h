@@ -1,9 +1,13 @@
-#include "../round_weights.h"
+// Converts a model's weights to the integers that pack.c lays out, one output at a time.
+#ifndef MULTIRATE_ROUNDING_H
+#define MULTIRATE_ROUNDING_H
+#include "simd.h"
 
-// Largest norm of an output's integers: with fixed_point.c's ROW_NORM no sum leaves int32.
+// Largest norm of an output's integers: with fixed_rows.h's ROW_NORM no sum leaves int32.
 #define WEIGHT_NORM 65000.0f
 
 typedef int32_t i8 __attribute__((vector_size(32)));
+typedef double f8d __attribute__((vector_size(64))); // 8 fp64 lanes
 
 // What decides an output's unit. The norm is not finite where any weight is not.
 typedef struct {
@@ -24,9 +28,11 @@ static Extent extent_of(const float *w, int in) {
         i8 larger = v > largest;
         largest = (f8)(((i8)v & larger) | ((i8)largest & ~larger));
     }
-    Extent found = {sum_of(sum), 0.0f};
-    for (int lane = 0; lane < 8; lane++)
+    Extent found = {0.0, 0.0f};
+    for (int lane = 0; lane < 8; lane++) {
+        found.norm += sum[lane];
         found.largest = fmaxf(found.largest, largest[lane]);
+    }
     for (; i < in; i++) {
         found.norm += (double)w[i] * w[i];
         found.largest = fmaxf(found.largest, fabsf(w[i]));
@@ -58,7 +64,7 @@ static float not_finite(int16_t *q, int in) {
     return NAN;
 }
 
-float round_to_int16(const float *w, int in, int16_t *q) {
+static float round_to_int16(const float *w, int in, int16_t *q) {
     float steps = steps_for(w, in, INT16_MAX);
     if (steps == 0.0f)
         return not_finite(q, in);
@@ -68,3 +74,23 @@ float round_to_int16(const float *w, int in, int16_t *q) {
     round_all(w, steps, in, q);
     return 1.0f / steps;
 }
+
+// Weights of WEIGHTS_INT12 as bytes and codes, shift + 8 · sign. Returns 0 where one has more than
+// eight significant bits. Without branches: a compiler makes vectors of it.
+static int split_in_twelve(const int16_t *q, int in, uint8_t *bytes, uint8_t *codes) {
+    uint16_t lost = 0;
+    for (int i = 0; i < in; i++) {
+        uint16_t sign = (uint16_t)(q[i] < 0 ? 0xffff : 0), size = (uint16_t)((q[i] ^ sign) - sign),
+                 shift = 0;
+        for (int step = 0; step < 7; step++) {
+            uint16_t large = size > 255;
+            lost |= size & large;
+            size = (uint16_t)(size >> large);
+            shift = (uint16_t)(shift + large);
+        }
+        bytes[i] = (uint8_t)size;
+        codes[i] = (uint8_t)(shift | (sign & 8));
+    }
+    return !lost;
+}
+#endif

@@ -30,7 +30,7 @@ ROWS = (1, 2, 4, 8, 12, 16)
 SHAPES = ((2304, 768), (768, 768), (4096, 768), (768, 2048))
 """Outputs and inputs of the products of a layer."""
 LAYERS = 12
-SETS = ("generic", "avx2", "avx_vnni", "avx512")
+SETS = ("generic", "avx2", "avx_vnni", "avx512_vnni")
 BF16 = "bf16"
 
 
@@ -116,7 +116,7 @@ def main() -> None:
     """Measures, prints a table and writes the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--sets", default="avx2,avx_vnni,avx512", help="instruction sets")
+    parser.add_argument("--sets", default="avx2,avx_vnni,avx512_vnni", help="instruction sets")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()

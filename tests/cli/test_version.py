@@ -23,12 +23,12 @@ def test_it_names_the_reason_where_there_is_no_kernel(monkeypatch: pytest.Monkey
     assert "none, because there is no C compiler" in kernel_line()
 
 
-def test_it_names_the_variant_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_names_the_instruction_set_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MULTIRATE_NATIVE", raising=False)
     monkeypatch.setenv("CC", sys.executable)
-    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", "avx2")
+    monkeypatch.setenv("MULTIRATE_ARCH", "avx2")
     line = kernel_line()
-    assert "variant avx2" in line and line.endswith(f"compiled with {sys.executable} on first use")
+    assert line == f"native kernel: avx2, compiled with {sys.executable} on first use"
 
 
 def test_the_module_runs_as_the_command_and_imports_no_torch() -> None:

@@ -65,7 +65,7 @@ def cpu_features() -> list[str]:
 
 
 VARIABLES = (
-    "MULTIRATE_KERNEL_VARIANT",
+    "MULTIRATE_ARCH",
     "MULTIRATE_KERNEL_FLAGS",
     "MULTIRATE_NATIVE",
 )

@@ -13,12 +13,15 @@ from pathlib import Path
 
 from multirate import __version__
 
-_INSTRUCTION_SETS = (
-    ("AVX-512 with VNNI", {"avx512bw", "avx512_vnni"}),
-    ("AVX-512", {"avx512bw"}),
-    ("AVX2", {"avx2", "fma"}),
+_ARCHS = (
+    ("avx512_vnni", {"avx512bw", "avx512_vnni"}),
+    ("avx512", {"avx512bw"}),
+    ("avx_vnni", {"avx2", "fma", "avx_vnni"}),
+    ("avx2", {"avx2", "fma"}),
 )
-"""What the kernel has code for, fastest first, and the processor flags that it needs."""
+"""The instruction sets of csrc/weights/arch.c, best first, and the processor flags that tell them
+apart.
+"""
 
 
 def version_text() -> str:
@@ -49,12 +52,11 @@ def _kernel() -> str:
     compiler = next((found for found in map(shutil.which, compilers) if found), None)
     if compiler is None:
         return "none, because there is no C compiler; install gcc or clang, or set CC"
-    variant = os.environ.get("MULTIRATE_KERNEL_VARIANT", "native")
-    kind = _instruction_set() if variant == "native" else f"variant {variant}"
-    return f"{kind}, compiled with {compiler} on first use"
+    arch = os.environ.get("MULTIRATE_ARCH") or _arch()
+    return f"{arch}, compiled with {compiler} on first use"
 
 
-def _instruction_set() -> str:
+def _arch() -> str:
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -63,8 +65,8 @@ def _instruction_set() -> str:
                 break
     except OSError:  # not Linux
         pass
-    for name, needed in _INSTRUCTION_SETS:
+    for name, needed in _ARCHS:
         if needed <= flags:
             return name
     machine = platform.machine()
-    return "portable C" if machine in ("x86_64", "AMD64") else f"portable C, untested on {machine}"
+    return "generic" if machine in ("x86_64", "AMD64") else f"generic, untested on {machine}"

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 from fresh_process import FreshProcess, run
+from native_kernel import on_arch, skip_without_kernel
 
 from multirate.errors import UserError
-from multirate.model.native import library
+from multirate.model.native import abi, build, library
 
 START = """
-from multirate.model.native import library
+from multirate.model.native import abi, build, library
 from multirate.model.load import load_decoder
 from multirate.hub import load_model
 model = load_model("tiny", dtype="bfloat16").model
@@ -55,6 +56,7 @@ def built(cache: Path) -> list[Path]:
 NATIVE = ["NativeDecoder"] * 2
 OWN = ["HFDecoder"] * 2
 NO_COMPILER = {"CC": "/nonexistent/cc", "PATH": ""}
+WRITE_JUNK = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo junk > "$2"; shift; done\n'
 
 
 def test_without_a_compiler_the_user_is_told_once(tmp_path: Path) -> None:
@@ -161,7 +163,7 @@ def test_odd_messages_of_a_compiler_end_nothing(tmp_path: Path, ending: str, wor
     with pytest.raises(library.NativeUnavailable) as caught:
         library._compile(str(compiler), (), built)
     assert words in str(caught.value)
-    compiler.write_text(odd + f"echo junk > {built}\n")
+    compiler.write_text(odd + WRITE_JUNK)
     library._compile(str(compiler), (), built)
     assert built.read_text() == "junk\n"
 
@@ -179,7 +181,7 @@ def test_a_compiler_that_does_not_end_is_waited_for_once(
     compiler, counter = tmp_path / "cc", tmp_path / "calls"
     compiler.write_text(f"#!/bin/sh\necho call >> {counter}\nexec sleep 60\n")
     compiler.chmod(0o755)
-    monkeypatch.setattr(library, "_LONGEST_BUILD", 1)
+    monkeypatch.setattr(build, "LONGEST", 1)
     with pytest.raises(library.NativeUnavailable, match=r"\(it took more than 1 seconds\)"):
         library._compile(str(compiler), (), tmp_path / "kernel.so")
     assert counter.read_text() == "call\n"
@@ -187,17 +189,33 @@ def test_a_compiler_that_does_not_end_is_waited_for_once(
 
 def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
     compiler = tmp_path / "cc"
-    compiler.write_text(
-        '#!/bin/sh\nwhile [ $# -gt 0 ]; do [ "$1" = -o ] && echo junk > "$2"; shift; done\n'
-    )
+    compiler.write_text(f"#!/bin/sh\n{WRITE_JUNK}")
     compiler.chmod(0o755)
     with pytest.raises(OSError):
         library._build(str(compiler), (), tmp_path / "cache", "kernel")
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_an_unknown_variant_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTIRATE_KERNEL_VARIANT", "sse9")
-    accepted = ", ".join(library.VARIANTS)
-    with pytest.raises(UserError, match=f"'sse9'; accepted: {accepted}"):
+@pytest.mark.parametrize("arch", ["sse9", "generic,avx2"])
+def test_an_unknown_instruction_set_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_without_kernel()
+    monkeypatch.setenv("MULTIRATE_ARCH", arch)
+    with pytest.raises(UserError, match=f"MULTIRATE_ARCH is '{arch}'; this processor has: .*generic"):
         library.kernel()
+
+
+def test_the_instruction_set_that_is_asked_for_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_arch("generic"):
+        library.kernel().mr_choose_arch(abi.NULL)
+        monkeypatch.setenv("MULTIRATE_ARCH", "generic")
+        assert abi.ffi.string(library.kernel().mr_arch()) == b"generic"
+
+
+def test_other_processors_get_what_their_compiler_can_make() -> None:
+    """The inner loops once, and nothing of x86."""
+    units = build.units("aarch64")
+    [inner] = [unit for unit in units if unit.source.name == "vectors.c"]
+    assert inner.flags == ("-DVECTORS=generic_vectors",)
+    assert not any("x86" in unit.name for unit in units)
+    names = [unit.name for unit in build.units("x86_64")]
+    assert len(names) == len(set(names)) > len(units)

@@ -1,6 +1,9 @@
 #include "arch.h"
 
 #include <string.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 long lines_ahead(int lanes, int format) {
 #if defined(__x86_64__)
@@ -24,11 +27,22 @@ static int everywhere(void) {
 
 #if defined(__x86_64__)
 #define HAS(feature) __builtin_cpu_supports(feature)
+
+// What some compilers have no name for: a bit of what cpuid leaves in a register.
+static int has_f16c(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && c >> 29 & 1;
+}
+static int multiplies_bytes(void) {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+}
+
 static int has_avx2(void) {
-    return HAS("avx2") && HAS("fma") && HAS("f16c") && HAS("bmi") && HAS("bmi2");
+    return HAS("avx2") && HAS("fma") && HAS("bmi") && HAS("bmi2") && has_f16c();
 }
 static int has_avx_vnni(void) {
-    return has_avx2() && HAS("avxvnni");
+    return has_avx2() && multiplies_bytes();
 }
 static int has_avx512(void) {
     return has_avx2() && HAS("avx512f") && HAS("avx512bw") && HAS("avx512dq") && HAS("avx512vl") &&

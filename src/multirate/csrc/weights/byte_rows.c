@@ -42,18 +42,25 @@ size_t byte_rows_room(int lanes, int inputs, unsigned kinds) {
     return sizeof(int32_t) * (words_of(lanes, inputs) + (size_t)inputs / BLOCK * for_block * lanes);
 }
 
-// Four rows' words from [4][4] to [4][4], transposed.
 typedef int32_t Four __attribute__((vector_size(16)));
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Four){__VA_ARGS__})
+#endif
+#define LOW(a, b) SHUFFLE(a, b, 0, 4, 1, 5)
+#define HIGH(a, b) SHUFFLE(a, b, 2, 6, 3, 7)
+#define FIRST(a, b) SHUFFLE(a, b, 0, 1, 4, 5)
+#define LAST(a, b) SHUFFLE(a, b, 2, 3, 6, 7)
+
+// Four rows' words from [4][4] to [4][4], transposed.
 
 static inline void transpose_four(const int32_t *const *from, long k, int32_t *to, long lanes) {
     Four r[4];
     for (int j = 0; j < 4; j++)
         memcpy(&r[j], from[j] + k, sizeof r[j]);
-    const Four low = {0, 4, 1, 5}, high = {2, 6, 3, 7}, first = {0, 1, 4, 5}, last = {2, 3, 6, 7};
-    Four ab = __builtin_shuffle(r[0], r[1], low), AB = __builtin_shuffle(r[0], r[1], high),
-         cd = __builtin_shuffle(r[2], r[3], low), CD = __builtin_shuffle(r[2], r[3], high);
-    Four out[4] = {__builtin_shuffle(ab, cd, first), __builtin_shuffle(ab, cd, last),
-                   __builtin_shuffle(AB, CD, first), __builtin_shuffle(AB, CD, last)};
+    Four ab = LOW(r[0], r[1]), AB = HIGH(r[0], r[1]), cd = LOW(r[2], r[3]), CD = HIGH(r[2], r[3]);
+    Four out[4] = {FIRST(ab, cd), LAST(ab, cd), FIRST(AB, CD), LAST(AB, CD)};
     for (int j = 0; j < 4; j++)
         memcpy(to + j * lanes, &out[j], sizeof out[j]);
 }

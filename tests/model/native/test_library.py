@@ -144,7 +144,7 @@ def test_a_failed_attempt_is_not_repeated(tmp_path: Path, monkeypatch: pytest.Mo
     for _ in range(3):
         with pytest.raises(library.NativeUnavailable, match="exit code 1"):
             library.kernel()
-    assert len(counter.read_text().split()) == 2  # with OpenMP and without
+    assert counter.read_text() == "call\n"
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_odd_messages_of_a_compiler_end_nothing(tmp_path: Path, ending: str, wor
     compiler.write_text(odd + f"{ending}\n")
     compiler.chmod(0o755)
     with pytest.raises(library.NativeUnavailable) as caught:
-        library._compile(str(compiler), (), built)
+        library._compile((str(compiler),), (), built)
     assert words in str(caught.value)
     compiler.write_text(odd + WRITE_JUNK)
-    library._compile(str(compiler), (), built)
+    library._compile((str(compiler),), (), built)
     assert built.read_text() == "junk\n"
 
 
@@ -183,7 +183,7 @@ def test_a_compiler_that_does_not_end_is_waited_for_once(
     compiler.chmod(0o755)
     monkeypatch.setattr(build, "LONGEST", 1)
     with pytest.raises(library.NativeUnavailable, match=r"\(it took more than 1 seconds\)"):
-        library._compile(str(compiler), (), tmp_path / "kernel.so")
+        library._compile((str(compiler),), (), tmp_path / "kernel.so")
     assert counter.read_text() == "call\n"
 
 
@@ -192,7 +192,7 @@ def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
     compiler.write_text(f"#!/bin/sh\n{WRITE_JUNK}")
     compiler.chmod(0o755)
     with pytest.raises(OSError):
-        library._build(str(compiler), (), tmp_path / "cache", "kernel")
+        library._build((str(compiler),), (), tmp_path / "cache", "kernel")
     assert not list((tmp_path / "cache").iterdir())
 
 
@@ -200,7 +200,9 @@ def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
 def test_an_unknown_instruction_set_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernel()
     monkeypatch.setenv("MULTIRATE_ARCH", arch)
-    with pytest.raises(UserError, match=f"MULTIRATE_ARCH is '{arch}'; this processor has: .*generic"):
+    with pytest.raises(
+        UserError, match=f"MULTIRATE_ARCH is '{arch}'; this processor has: .*generic"
+    ):
         library.kernel()
 
 

@@ -8,9 +8,12 @@ these run is decided when the library is loaded (csrc/weights/arch.c).
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
+import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -28,13 +31,19 @@ FLAGS = (
     "-Wno-psabi",
 )
 
+_AVX2 = ("-march=haswell",)
+_AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "cd")))
 TARGETS: dict[str, tuple[str, ...]] = {
-    "avx2": ("-march=haswell",),
-    "avx_vnni": ("-march=haswell", "-mavxvnni"),
-    "avx512": ("-march=skylake-avx512",),
-    "avx512_vnni": ("-march=cascadelake",),
+    "avx2": _AVX2,
+    "avx_vnni": (*_AVX2, "-mavxvnni"),
+    "avx512": _AVX512,
+    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
 }
-"""The instruction sets of x86 processors, and what makes a compiler use them."""
+"""The instruction sets of x86 processors, and what makes a compiler use them. (zig reads names with
+a hyphen, such as skylake-avx512, in its own way.)
+"""
+
+ZIG = (sys.executable, "-m", "ziglang", "cc")
 
 LONGEST = 120
 """Seconds that one file may take."""
@@ -61,7 +70,7 @@ def source_digest() -> str:
     """What tells libraries of different sources apart."""
     found = hashlib.sha256()
     for path in sources():
-        found.update(path.name.encode() + path.read_bytes())
+        found.update(path.relative_to(SOURCE_FOLDER).as_posix().encode() + path.read_bytes())
     found.update(" ".join((*FLAGS, str(TARGETS))).encode())
     return found.hexdigest()[:16]
 
@@ -79,6 +88,8 @@ def units(machine: str) -> list[Unit]:
                 Unit(f"{place}.{target}", source, (f"-DVECTORS={target}_vectors", *flags))
                 for target, flags in {"generic": (), **targets}.items()
             ]
+        elif source.name == "digest.c":
+            made.append(Unit(place, source, (f'-DSOURCE_DIGEST="{source_digest()}"',)))
         elif source.name.startswith("x86_"):
             target = source.stem.removeprefix("x86_")
             made += [Unit(place, source, targets[target])] if targets else []
@@ -105,39 +116,37 @@ def _run(command: Sequence[str], made: Path) -> None:
         raise BuildFailed(said.splitlines()[-1] if done.returncode and said else what)
 
 
-def compile_library(compiler: str, flags: Sequence[str], built: Path) -> None:
-    """Compiles the kernel for this machine to the file `built`, on all processors. The objects are
-    left beside it. flags: beside FLAGS. Raises BuildFailed.
+def find_compiler(chosen: str) -> tuple[str, ...] | None:
+    """`chosen`, or what else there is: gcc, clang, or zig's from PyPI (ziglang)."""
+    found = next(filter(None, map(shutil.which, (chosen, "gcc", "clang"))), None)
+    if found:
+        return (found,)
+    return ZIG if importlib.util.find_spec("ziglang") else None
+
+
+def compile_library(
+    compiler: Sequence[str],
+    flags: Sequence[str],
+    built: Path,
+    machine: str = platform.machine(),
+) -> None:
+    """Compiles the kernel to the file `built`, on all processors. The objects are left beside it.
+
+    flags: beside FLAGS. machine: what the compiler compiles for. Raises BuildFailed.
     """
-    folder = built.parent
-    every = sorted(units(platform.machine()), key=lambda unit: not unit.flags)  # the longest first
+    every = sorted(units(machine), key=lambda unit: not unit.flags)  # the longest first
 
-    def make(unit: Unit, *more: str) -> None:
-        made = folder / f"{unit.name}.o"
-        command = [compiler, *FLAGS, *flags, *unit.flags, *more, "-c", str(unit.source)]
-        _run([*command, "-o", str(made)], made)
+    def object_of(unit: Unit) -> Path:
+        return built.with_name(f"{unit.name}.o")
 
-    def link(*more: str) -> None:
-        objects = [str(folder / f"{unit.name}.o") for unit in every]
-        _run([compiler, *FLAGS, *flags, "-shared", *objects, *more, "-o", str(built), "-lm"], built)
+    def make(unit: Unit) -> None:
+        command = [*compiler, *FLAGS, *flags, *unit.flags, "-c", str(unit.source)]
+        _run([*command, "-o", str(object_of(unit))], object_of(unit))
 
-    # OpenMP shares torch's threads; a compiler without it gets the kernel's own pool
-    [threads] = [unit for unit in every if unit.name == "threads"]
-    openmp = ["-fopenmp"]
-    try:
-        make(threads, *openmp)
-    except BuildFailed as problem:
-        if "it took" in str(problem):
-            raise  # so it would without
-        openmp = []
-        make(threads)
+    make(every.pop())  # a compiler that does not work says so once
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for _ in pool.map(make, [unit for unit in every if unit != threads]):
+        for _ in pool.map(make, every):
             pass
-    try:
-        link(*openmp)
-    except BuildFailed:
-        if not openmp:
-            raise
-        make(threads)  # it has OpenMP's header and not its library
-        link()
+    objects = [str(object_of(unit)) for unit in units(machine)]
+    linked = ("-shared", *objects, "-o", str(built), "-lm", "-ldl")
+    _run([*compiler, *FLAGS, *flags, *linked], built)

@@ -1,4 +1,4 @@
-"""Builds the kernel once per machine with the system's C compiler, and calls it through cffi.
+"""Loads the kernel, or builds it once per machine where no wheel brought it. Calls go through cffi.
 
 `kernel()` returns the loaded library or raises `NativeUnavailable` with the reason; callers fall
 back to the generic decoder and warn (`say_unavailable`). The build is stored in the user's cache
@@ -16,7 +16,6 @@ import functools
 import hashlib
 import os
 import platform
-import shutil
 import tempfile
 import threading
 import weakref
@@ -54,12 +53,12 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _compile(compiler: str, flags: tuple[str, ...], built: Path) -> None:
+def _compile(compiler: tuple[str, ...], flags: tuple[str, ...], built: Path) -> None:
     try:
         build.compile_library(compiler, flags, built)
     except build.BuildFailed as problem:
         raise NativeUnavailable(
-            f"{compiler} could not build the kernel ({problem})",
+            f"{' '.join(compiler)} could not build the kernel ({problem})",
             "install gcc or clang with the C library's headers, or name another compiler with "
             "CC=...",
         ) from None
@@ -80,6 +79,17 @@ def _kept(folder: Path, pattern: str) -> abi.CData | None:
     return None
 
 
+def _packaged() -> abi.CData | None:
+    """The library that a wheel brought, if it was built from these sources."""
+    place = Path(__file__).with_name("kernel.so")
+    if place.is_file():
+        with contextlib.suppress(OSError):  # of another kind of system
+            library = _open(place)
+            if abi.ffi.string(library.mr_source_digest()) == build.source_digest().encode():
+                return library
+    return None
+
+
 def _keep(built: Path, folder: Path, name: str) -> Path:
     """Copies a library into the cache folder, in one step for everyone else. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,7 +99,7 @@ def _keep(built: Path, folder: Path, name: str) -> Path:
     return target
 
 
-def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> abi.CData:
+def _build(compiler: tuple[str, ...], flags: tuple[str, ...], folder: Path, name: str) -> abi.CData:
     with tempfile.TemporaryDirectory(prefix="multirate-") as scratch:
         built = Path(scratch) / "kernel.so"
         _compile(compiler, flags, built)
@@ -115,7 +125,7 @@ def _build(compiler: str, flags: tuple[str, ...], folder: Path, name: str) -> ab
 
 @functools.lru_cache(maxsize=8)
 def _attempt(
-    compiler: str | None, folder: Path, flags: tuple[str, ...]
+    compiler: tuple[str, ...] | None, folder: Path, flags: tuple[str, ...]
 ) -> abi.CData | NativeUnavailable:
     """The library or why there is none: asked once, as a failing compiler takes seconds each
     time.
@@ -124,12 +134,14 @@ def _attempt(
     key = "kernel-" + _digest(" ".join(settings).encode())
     name = f"{key}-{_digest(str(compiler).encode())}"
     try:
-        library = None if compiler is None else _kept(folder, f"{name}-*.so")
+        library = None if flags else _packaged()
+        if library is None and compiler is not None:
+            library = _kept(folder, f"{name}-*.so")
         if library is None and compiler is not None:
             library = _build(compiler, flags, folder, name)
         problem = NativeUnavailable(
             "no C compiler (cc, gcc or clang) was found",
-            "install gcc or clang, or name a compiler with CC=...",
+            "install gcc, clang or, with pip, ziglang, or name a compiler with CC=...",
         )
     except NativeUnavailable as failure:
         problem, library = failure, None
@@ -183,9 +195,8 @@ def _kernel(
         raise NativeUnavailable("MULTIRATE_NATIVE=0 is set")
     if os.name != "posix":
         raise NativeUnavailable("the native kernel needs a POSIX system", "use Linux or macOS")
-    found = shutil.which(compiler) or shutil.which("gcc") or shutil.which("clang")
     with _attempting:
-        library = _attempt(found, cache_folder(), tuple(extra.split()))
+        library = _attempt(build.find_compiler(compiler), cache_folder(), tuple(extra.split()))
     if isinstance(library, NativeUnavailable):
         raise library
     if arch and not library.mr_choose_arch(arch.encode()):

@@ -23,7 +23,7 @@ def lies_at(address: abi.CData, size: int, dtype: torch.dtype) -> Tensor:
 
 def packed(weight: Tensor, format: WeightFormat, threads: int = 2) -> tuple[Tensor, Tensor | None]:
     """The weights, as bytes, and their scales, that Owner packs."""
-    owner = Owner(INT16 if format == INT12 else format, twelve_bits=format == INT12)
+    owner = Owner(format, twelve_bits=False)
     owner.workspace = library.Workspace(threads)
     made = owner.linear(weight)
     assert (made.outputs, made.inputs, made.format) == (

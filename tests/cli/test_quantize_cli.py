@@ -36,6 +36,9 @@ def test_a_model_is_written_measured_and_run(tmp_path: Path) -> None:
     assert found and str(out) in said
     full, quantised, same = map(float, found.groups())
     assert abs(quantised / full - 1) < 0.01 and 95 < same <= 100
+    shown = CliRunner().invoke(app, ["info", "tiny", "--weights", "q8_0"])
+    cost = re.search(r"cost of weights +perplexity ([\d.]+)", shown.output)
+    assert cost and abs(float(cost[1]) / full - 1) < 0.01
     answer = CliRunner().invoke(app, ["generate", str(out), "-p", "hi", "-n", "4"])
     assert answer.exit_code == 0, (answer.output, answer.exception)
     assert "perplexity" not in done("tiny", out, "--force", "--no-check")

@@ -14,7 +14,10 @@ def command(
     device: options.Device = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Show what a model is, whether and how it runs on this machine, and its accelerators."""
+    """Show what a model is, whether and how it runs on this machine, and its accelerators.
+
+    With weights quantised on load, also what that costs: perplexity and best tokens on a few texts.
+    """
     options.set_threads(threads)
 
     from rich.table import Table
@@ -22,11 +25,18 @@ def command(
     from multirate.bench import provenance
     from multirate.engine import attach
     from multirate.errors import UserError
+    from multirate.evaluation.fidelity import DecoderReader, ModelReader, fidelity, fixed_texts
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import trainable
     from multirate.model.load import why_not_native
     from multirate.model.native.formats import instruction_set
-    from multirate.model.quantised import device_of, formats_line, is_quantised, weight_bytes
+    from multirate.model.quantised import (
+        ON_LOAD,
+        device_of,
+        formats_line,
+        is_quantised,
+        weight_bytes,
+    )
 
     loaded = options.load(model, dtype, device, weights=weights)
     here = provenance.collect(device_of(loaded.model))
@@ -78,6 +88,10 @@ def command(
         if reason is None
         else f"hf (the layers of transformers): {reason}",
     )
+    if weights in ON_LOAD:
+        full = ModelReader(options.load(model, dtype, device).model)
+        texts = fixed_texts(loaded.tokenizer, info.max_positions)
+        row("cost of weights", fidelity(full, DecoderReader(engine.decoder), texts))
     row("untrained methods", ", ".join(engine.methods()))
     row("trainable methods", ", ".join(trainable()))
     if accelerators := reference_accelerators(model):

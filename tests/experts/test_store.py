@@ -43,7 +43,7 @@ def test_records_are_the_models_parameters(family: str, shard: str, tmp_path: Pa
         assert {field.name for field in index.record.fields} == parameters.keys()
         for expert in range(EXPERTS):
             at = store.offset(row, expert)
-            views = index.record.views(content[at : at + index.record.bytes])
+            views = index.record.tensors(row, content[at : at + index.record.bytes])
             for name, value in views.items():
                 assert torch.equal(value, parameters[name][expert])
 

@@ -178,7 +178,7 @@ def test_logits_are_those_of_the_numbers(packed: Any) -> None:
         decoder = loaded.experts.start(backend, "lru")
         found = logits(loaded, decoder)
         errors = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
-        assert errors.median() < (0.02 if backend == "native" else 0.03), (name, backend, errors)
+        assert errors.median() < 0.04, (name, backend, errors)
     loaded.experts.remove()
 
 

@@ -167,7 +167,7 @@ FIELD = {"name": "down_proj", "shape": [32, 16], "offset": 4096}
     ("name", "value", "message"),
     [
         ("layout", "weird", r"layout is 'weird'; accepted: module, native"),
-        ("layout", "native", r"layout is 'native'; accepted: module"),
+        ("layout", "native", r"hidden is None; accepted: 1 to"),
         ("layout", None, r"layout is None"),
         ("dtype", "float64", r"dtype is 'float64'; accepted: bfloat16, float16, float32"),
         ("dtype", "Tensor", r"dtype is 'Tensor'"),

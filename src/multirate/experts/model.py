@@ -44,7 +44,7 @@ from multirate.model.native.accelerated_residual import (
     NativeResidualWithAttention,
 )
 from multirate.model.native.moe import NativeMoEDecoder
-from multirate.model.quantised import expand
+from multirate.model.quantised import expand, is_quantised
 from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
@@ -204,7 +204,10 @@ class OffloadedExperts:
             NativeMoEDecoder.say_fallback(reason)
         if reason is not None or backend == "hf":
             self.native = None  # predictors must not count on its passes
-            expand(self.model)
+            if is_quantised(self.model):
+                why = "backend 'hf' was asked for" if backend == "hf" else reason
+                say_once(f"expanding the quantised weights to bfloat16: {why}")
+                expand(self.model)
             return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)

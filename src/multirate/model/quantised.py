@@ -337,13 +337,16 @@ def _cast(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
 
 
 def formats(model: nn.Module) -> dict[str, int]:
-    """How many tensors the model has in each format of GGUF, the most frequent first."""
+    """How many tensors the model has in each format of GGUF, the most frequent first; without a
+    mixture's experts that are on disk.
+    """
     quantised = quantised_weights(model)
     found = Counter(
         quantised[name].format
         if name in quantised
         else _DTYPES.get(held.dtype, str(held.dtype).removeprefix("torch."))
         for name, held in model.named_parameters()
+        if name in quantised or not held.is_meta
     )
     return dict(found.most_common())
 

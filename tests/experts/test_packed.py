@@ -238,6 +238,8 @@ def test_weights_that_contradict_the_model_or_the_store(packed: Any, tmp_path: P
     if files.is_dir():
         with pytest.raises(UserError, match=f"in the layout native, in {name.upper()}; name"):
             pack(files, store, weights="q4_1")
+        with pytest.raises(UserError, match=f"in the layout native, in {name.upper()}; name"):
+            pack(files, store)
         assert pack(files, store, weights=name) == ExpertStore.open(store).index
         with pytest.raises(UserError, match="layout module keeps the weights as they are"):
             pack(files, tmp_path / "s", layout="module", weights="q8_0")

@@ -100,15 +100,17 @@ def pack(
         if name is not None:
             source = replace(source, name=name)
         if (out / INDEX).is_file() and not force:
-            return _packed_before(out, source, any_layout=layout == "auto" and weights == "file")
+            return _packed_before(out, source, as_they_are=layout == "auto" and weights == "file")
         return _Packer(source, out).run(on_expert)
 
 
-def _packed_before(out: Path, source: _Source, any_layout: bool) -> StoreIndex:
-    """A finished store of this source. UserError for one of another."""
+def _packed_before(out: Path, source: _Source, as_they_are: bool) -> StoreIndex:
+    """A finished store of this source, or, if `as_they_are`, of the same weights in the other
+    layout. UserError for any other.
+    """
     index = ExpertStore.open(out).index
     same = index.revision == source.revision
-    if same and (any_layout or index.record == source.record):
+    if same and (index.record == source.record or (as_they_are and index.layout == MODULE)):
         return index
     other = f"{index.model} in the layout {index.layout}, in {index.record.weights}"
     if not same:

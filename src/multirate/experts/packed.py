@@ -6,7 +6,8 @@ A record holds, one after the other and each from a cache line on,
 
 packed by the functions that pack a dense layer (model/native/packing.py), or gate and up each by
 itself where a file has them in different formats. Formats may differ from layer to layer; every
-record has the bytes of the largest.
+record has the bytes of the largest. Layouts are the same on every processor; when one changes
+(csrc/weights/format.h), so does the version of stores (store.py).
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class StoreIndex:
         if content.get("version") != VERSION:
             raise UserError(
                 f"{place} has version {_shown(content.get('version'))}; accepted: {VERSION}; "
-                "pack it again"
+                "pack it again with --force"
             )
         claimed = content.pop("digest", None)
         if claimed != _digest(content):

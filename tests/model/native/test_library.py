@@ -200,7 +200,9 @@ def test_a_library_that_cannot_be_loaded_is_not_kept(tmp_path: Path) -> None:
 def test_an_unknown_instruction_set_is_refused(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_without_kernel()
     monkeypatch.setenv("MULTIRATE_ARCH", arch)
-    with pytest.raises(UserError, match=f"MULTIRATE_ARCH is '{arch}'; this processor has: .*generic"):
+    with pytest.raises(
+        UserError, match=f"MULTIRATE_ARCH is '{arch}'; this processor has: .*generic"
+    ):
         library.kernel()
 
 

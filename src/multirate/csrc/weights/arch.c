@@ -53,12 +53,25 @@ static int has_avx512_vnni(void) {
 }
 #endif
 
+#if defined(__aarch64__)
+static int has_neon(void) { // with dot products
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return 1; // all of Apple's have them
+#endif
+}
+#endif
+
 static const Arch archs[] = {
 #if defined(__x86_64__)
     {"avx512_vnni", has_avx512_vnni, &avx512_vnni_vectors, &avx512_vnni_bytes},
     {"avx512", has_avx512, &avx512_vectors, &avx2_bytes},
     {"avx_vnni", has_avx_vnni, &avx_vnni_vectors, &avx_vnni_bytes},
     {"avx2", has_avx2, &avx2_vectors, &avx2_bytes},
+#endif
+#if defined(__aarch64__)
+    {"neon", has_neon, &generic_vectors, &neon_bytes},
 #endif
     {"generic", everywhere, &generic_vectors, &generic_bytes},
 };

@@ -40,7 +40,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512": _AVX512,
         "avx512_vnni": (*_AVX512, "-mavx512vnni"),
     },
-    "arm": {"neon": ("-march=armv8.2-a+dotprod",)},
+    "arm": {"neon": ()},
 }
 """The instruction sets of a kind of processor, and what makes a compiler use them. (zig reads names
 with a hyphen, such as skylake-avx512, in its own way.)

@@ -2,7 +2,14 @@
 // meet a word of each row in one instruction.
 #include "../arch.h"
 
+// Not by a flag: gcc, clang and zig name the processors that have dot products differently.
+#if defined(__clang__)
 #include <arm_neon.h>
+#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
+#else
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#include <arm_neon.h>
+#endif
 
 #define LANES_NEON 8 // rows of a tile at most: each takes two of 32 registers
 
@@ -164,3 +171,6 @@ const Bytes neon_bytes = {
      [WEIGHTS_Q5_K] = q5_k,
      [WEIGHTS_Q6_K] = q6_k},
 };
+#if defined(__clang__)
+#pragma clang attribute pop
+#endif

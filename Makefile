@@ -20,7 +20,7 @@ C_FILES = $(shell find src/multirate/csrc -name '*.[ch]')
 # itself never frees some memory.
 SANITIZERS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 
-.PHONY: demo docs test lint setup sanitize wheels
+.PHONY: demo docs test test-arm lint setup sanitize wheels
 
 setup: $(READY)
 
@@ -61,3 +61,7 @@ sanitize: $(READY)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+
+# tests/csrc on an emulated Arm processor: an hour.
+test-arm: $(READY)
+	PYTHON=$(BIN)/python bash tests/arm.sh $(PYTEST_ARGS)

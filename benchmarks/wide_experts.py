@@ -10,6 +10,8 @@ Real experts are a hundred times as large as our mixture's (0.1 MB), and what a 
 its bytes weighs as much less. Routers trained on text together with experts of that size cannot be
 had here; these are trained routers, and reads and products of a larger size. Text, routing and
 predictions are the mixture's.
+
+Experts of 0.8 MB have a width of 512 in bf16; packed with --weights q8_0, 960; with q4_0, 1792.
 """
 
 from __future__ import annotations

@@ -258,16 +258,14 @@ def load_tokenizer(name: str | None = None) -> tuple[Any, int]:
     return tokenizer, int(config.get_text_config().vocab_size)
 
 
-def model_folder(name: str) -> Path:
-    """The local folder with a model's files: a named model's, a folder, or a hub id (downloads its
-    safetensors and JSON files). Converts a GGUF file into the cache folder.
+def model_files(name: str) -> Path:
+    """Where a model's files are: its GGUF file, or the local folder of a named model, a folder, or
+    a hub id (downloads its safetensors and JSON files).
     """
     with explained(f"model {name}"):
         source = _source(name)
     if isinstance(source, Path):
-        from multirate.gguf_models.sources import folder_of_file
-
-        return folder_of_file(source)
+        return source
     if Path(source).is_dir():
         return Path(source)
     with explained(f"model {source}"):

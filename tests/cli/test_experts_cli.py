@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from bench import tiny_model
+from native_kernel import skip_without_kernel
 from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner, Result
 
@@ -74,6 +75,22 @@ def test_the_text_is_the_models(model: Path, store: Path, policy: str) -> None:
     assert whole.exit_code == part.exit_code == 0, part.output
     assert whole.stdout == part.stdout
     assert "experts: 0 MB" in part.stderr and "found in memory" in part.stderr
+
+
+def test_quantised_experts(model: Path, tmp_path: Path) -> None:
+    skip_without_kernel()
+    arguments = ["pack", str(model), "--out", str(tmp_path / "s"), "--weights"]
+    refused(run(*arguments, "q3"), "q3", "q8_0")
+    refused(run(*arguments, "q4_0", "--layout", "module"), "layout module", "q4_0")
+    packed = run(*arguments, "q4_0")
+    assert packed.exit_code == 0 and "8 experts in Q4_0, 4 kB each" in packed.stdout
+    texts = set()
+    for memory in ("13KB", "1MB"):
+        arguments = ["generate", str(model), "--prompt", "hello", "-n", "12", "--stats"]
+        made = run(*arguments, "--experts", str(tmp_path / "s"), "--expert-memory", memory)
+        assert made.exit_code == 0 and "MB of memory in Q4_0" in made.stderr, made.output
+        texts.add(made.stdout)
+    assert len(texts) == 1
 
 
 def test_python(model: Path, store: Path) -> None:

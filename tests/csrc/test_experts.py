@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from multirate.experts.packed import PackedRecords
 from multirate.model.native import abi, library
+from multirate.model.native.formats import BF16, Q4_K, Q5_1, Q6_K, Q8_0, QUANTISED, WeightFormat
 from multirate.model.native.packing import Owner, interleave_gate_up, padded
 
 from . import reference
-from .harness import bf16_values, pointer, randn
+from .harness import bf16_values, linear, pointer, randn
+from .test_quantised import random_blocks
 
 EPS = 1e-5
 WIDTH, INNER, EXPERTS = 128, 96, 7
@@ -109,6 +112,53 @@ def test_experts_and_their_sum(uses: list[int]) -> None:
             one = reference.expert(x[int(which[use])].double()[None], *exact[e])[0]
             assert close(parts[int(places[use])], one)
             use += 1
+
+
+@pytest.mark.parametrize(
+    "kinds", [*((one,) * 3 for one in QUANTISED), (Q4_K, Q8_0, Q6_K), (BF16, Q5_1, BF16)]
+)
+@pytest.mark.parametrize(("uses", "rows"), [([1, 1, 1], 1), ([2, 5, 1], 6), ([30, 9, 61], 6)])
+def test_experts_in_the_formats_of_files(
+    kinds: tuple[WeightFormat, ...], uses: list[int], rows: int
+) -> None:
+    """As products with gate, up and down by themselves, from where records were read to."""
+    hidden, inner, workspace = 256, 256, library.Workspace(2)
+    records = PackedRecords(hidden, inner, ((BF16,) * 3, kinds))  # type: ignore[arg-type]
+    x, slots, parts = randn(rows, hidden, seed=9), [], []
+    for e in range(len(uses)):
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        own = [
+            bf16_values(*shape, seed=e, scale=0.05)
+            if kind == BF16
+            else random_blocks(kind, *shape, seed=3 * e + i)
+            for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+        ]
+        slots.append(torch.empty(records.bytes, dtype=torch.uint8))
+        records.write(1, own, slots[-1], workspace)
+        parts.append(own)
+    experts = records.experts(slots)
+    draw, total = np.random.default_rng(0), sum(uses)
+    which = draw.integers(0, rows, total).astype(np.int32)
+    places = draw.permutation(total).astype(np.int32)
+    found = torch.full((total, hidden), torch.nan)
+    library.kernel().mr_experts(
+        workspace.address,
+        abi.ffi.new("Expert *[]", [experts.expert(1, slot) for slot in range(len(slots))]),
+        abi.ints(np.array(uses, np.int32)),
+        len(uses),
+        pointer(x),
+        abi.ints(which),
+        abi.ints(places),
+        pointer(found),
+    )
+    begin = 0
+    for (gate, up, down), count in zip(parts, uses, strict=True):
+        mine = torch.from_numpy(which[begin : begin + count]).long()
+        gates, ups = (linear(one, x[mine], format=BF16) for one in (gate, up))
+        wanted = linear(down, torch.nn.functional.silu(gates) * ups, format=BF16)
+        own = found[torch.from_numpy(places[begin : begin + count]).long()]
+        assert close(own, wanted, 1e-3), "but for a SiLU that rounds a value to its neighbour"
+        begin += count
 
 
 @pytest.mark.parametrize(("rows", "k"), [(1, 2), (5, 3)])

@@ -23,22 +23,12 @@ from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
-from multirate.model.native.moe import NativeMoEDecoder, pack_expert, unpack_expert
+from multirate.model.native.moe import NativeMoEDecoder
 from multirate.model.rows import Rows
 
 from .conftest import CONFIGS
 
 PROMPTS = [[5, 9, 2, 44, 17, 30, 8], [3, 4, 50]]
-
-
-def test_packing_is_undone() -> None:
-    gate_up, down = torch.randn(128, 192).bfloat16(), torch.randn(192, 64).bfloat16()
-    packed = pack_expert(gate_up, down)
-    assert packed["gate_up_proj"].shape == gate_up.shape and not torch.equal(
-        packed["gate_up_proj"], gate_up
-    )
-    again = unpack_expert(**{"gate_up": packed["gate_up_proj"], "down": packed["down_proj"]})
-    assert torch.equal(again["gate_up_proj"], gate_up) and torch.equal(again["down_proj"], down)
 
 
 def test_logits_are_the_models(mixture: Any) -> None:

@@ -43,7 +43,7 @@ def test_records_are_the_models_parameters(family: str, shard: str, tmp_path: Pa
         assert {field.name for field in index.record.fields} == parameters.keys()
         for expert in range(EXPERTS):
             at = store.offset(row, expert)
-            views = index.record.views(content[at : at + index.record.bytes])
+            views = index.record.tensors(row, content[at : at + index.record.bytes])
             for name, value in views.items():
                 assert torch.equal(value, parameters[name][expert])
 
@@ -167,7 +167,7 @@ FIELD = {"name": "down_proj", "shape": [32, 16], "offset": 4096}
     ("name", "value", "message"),
     [
         ("layout", "weird", r"layout is 'weird'; accepted: module, native"),
-        ("layout", "native", r"layout is 'native'; accepted: module"),
+        ("layout", "native", r"hidden is None; accepted: 1 to"),
         ("layout", None, r"layout is None"),
         ("dtype", "float64", r"dtype is 'float64'; accepted: bfloat16, float16, float32"),
         ("dtype", "Tensor", r"dtype is 'Tensor'"),

@@ -1,23 +1,18 @@
-"""Models by name: from the GGUF file of a package; mixtures converted once into the cache; and what
-is in the way.
-"""
+"""Models by name: from the GGUF file of a package, and what is in the way."""
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fresh_process import FreshProcess
 
 from gguf_models import tiny_files
-from multirate.errors import Notice, UserError
+from multirate.errors import UserError
 from multirate.gguf_models.load import load_gguf
-from multirate.hub import load_model, load_tokenizer, model_folder
+from multirate.hub import load_model, load_tokenizer, model_files
 from multirate.model.quantised import expanded, quantised_weights
 from multirate.named_models import NAMED, NamedModel
 
@@ -68,64 +63,6 @@ def test_the_file_of_a_package_runs_as_it_is(cache: Path, wheel: Path) -> None:
     assert found == {wheel} and not cache.exists()
     assert same(expanded(loaded.model), wheel)
     assert same(load_model("tiny", weights="bf16").model, wheel)
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda folder: (folder / "model.safetensors").write_bytes(b"no"),
-        lambda folder: (folder / "config.json").write_text("{}"),
-        lambda folder: (folder / "tokenizer.json").unlink(),
-        lambda folder: (folder / "converted.json").write_text("{"),
-        lambda folder: (folder / "converted.json").write_text("[]"),
-    ],
-)
-def test_a_damaged_conversion_is_made_again(
-    cache: Path, wheel: Path, damage: Callable[[Path], Any]
-) -> None:
-    folder = model_folder(str(wheel))
-    damage(folder)
-    if (folder / "tokenizer.json").exists():
-        with pytest.warns(Notice, match="is damaged"):
-            model_folder(str(wheel))
-    else:
-        model_folder(str(wheel))
-    assert same(load_model(str(folder)).model, wheel)
-    assert sorted(p.name for p in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
-
-
-@pytest.mark.parametrize("place", ["file", os.fsdecode(b"\xff")])
-def test_a_cache_that_cannot_be_written_is_said(
-    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
-) -> None:
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("MULTIRATE_CACHE", str(tmp_path / place))
-    words = rf"tiny.gguf must be converted.*cannot be stored in .*{place}.*MULTIRATE_CACHE"
-    with pytest.raises(UserError, match=words):
-        model_folder(str(wheel))
-
-
-def test_a_full_cache_is_said_and_nothing_stays(
-    cache: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("multirate.gguf_models.kept.replace_file", full)  # the last file of all
-    with pytest.raises(UserError, match="no space left on device"):
-        model_folder(str(wheel))
-    assert [p.suffix for p in cache.iterdir()] == [".lock"]
-
-
-@pytest.mark.slow
-def test_processes_that_convert_at_once(cache: Path, wheel: Path, tmp_path: Path) -> None:
-    code = f"from multirate.hub import model_folder\nprint(model_folder({str(wheel)!r}))\n"
-    running = [FreshProcess(code) for _ in range(2)]
-    finished = [process.finish() for process in running]
-    assert all(process.returncode == 0 for process in finished), finished
-    (folder,) = {Path(process.stdout.strip()) for process in finished}
-    assert same(load_model(str(folder)).model, wheel)
-    assert sorted(p.name for p in cache.iterdir()) == [folder.name, f"{folder.name}.lock"]
 
 
 def test_without_package_and_connection_the_command_is_said(cache: Path) -> None:
@@ -186,9 +123,9 @@ def test_a_tokenizer_is_had_without_the_weights(
     assert not cache.exists()
 
 
-def test_a_folder_is_made_where_one_is_needed(cache: Path, tmp_path: Path) -> None:
+def test_a_models_files(cache: Path, wheel: Path, tmp_path: Path) -> None:
     path = tiny_files.write(tmp_path / "mix.gguf", "mixtral")
-    folder = model_folder(str(path))
-    assert folder.parent == cache and (folder / "model.safetensors").is_file()
-    assert model_folder(str(path)) == folder
-    assert same(load_model(str(folder)).model, path)
+    assert model_files(str(path)) == path and model_files("tiny") == wheel
+    (tmp_path / "config.json").write_text("{}")
+    assert model_files(str(tmp_path)) == tmp_path
+    assert not cache.exists()

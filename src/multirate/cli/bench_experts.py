@@ -111,7 +111,7 @@ def command(
         "model": Path(model).name,
         "suite": suite,
         "data": str(data),
-        "dtype": str(index.record.dtype).removeprefix("torch."),
+        "dtype": index.record.weights,
         "prompts": len(prompts.prompts),
         "max_new_tokens": max_new_tokens,
         "repeats": repeats,

@@ -205,7 +205,8 @@ def expert_line(runtime: ExpertRuntime) -> str:
     """What loading experts did, in one line."""
     seen = runtime.stats
     return (
-        f"experts: {runtime.memory_bytes / 1e6:.0f} MB of memory, {100 * seen.hit_rate:.0f}% found "
+        f"experts: {runtime.memory_bytes / 1e6:.0f} MB of memory in "
+        f"{runtime.store.index.record.weights}, {100 * seen.hit_rate:.0f}% found "
         f"in memory, {100 * seen.recall:.0f}% of the others prefetched, "
         f"{seen.bytes / 1e6:.0f} MB read, {seen.stall_seconds:.2f} s waiting for reads"
     )

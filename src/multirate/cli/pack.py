@@ -17,6 +17,13 @@ def command(
         str,
         typer.Option(help="auto, native (for the C kernel) or module (for transformers)."),
     ] = "auto",
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="The experts' weights: file (as they are), bf16 (a GGUF file expanded), or q8_0, "
+            "q4_0, q4_1."
+        ),
+    ] = "file",
     force: Annotated[
         bool, typer.Option("--force", help="Replace a store of another model or revision.")
     ] = False,
@@ -28,17 +35,20 @@ def command(
     """
     from multirate.cli.progress import Bar
     from multirate.experts.pack import pack
-    from multirate.hub import model_folder
+    from multirate.hub import model_files
 
-    folder = model_folder(model)
+    files = model_files(model)
     with Bar("packing experts") as bar:
-        name = folder.name if Path(model).exists() else model
-        index = pack(folder, out, name, on_expert=bar.to, force=force, layout=layout)
+        name = files.name if Path(model).exists() else model
+        index = pack(
+            files, out, name, on_expert=bar.to, force=force, layout=layout, weights=weights
+        )
     from multirate.bench.expert_report import size
 
     record = index.record.bytes
     typer.echo(
-        f"{out}: {len(index.layers)} layers of {index.num_experts} experts, {size(record)} each, "
+        f"{out}: {len(index.layers)} layers of {index.num_experts} experts in "
+        f"{index.record.weights}, {size(record)} each, "
         f"{size(index.data_bytes)} in total. Each token uses {index.top_k} experts per layer, "
         f"{size(len(index.layers) * index.top_k * record)} in total. --expert-memory must be at "
         f"least {size((index.top_k + 1) * record)}."

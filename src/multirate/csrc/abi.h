@@ -389,8 +389,8 @@ typedef struct {
     const Shape *shape;
     const Layer *layers;
     Routers routers;
-    const int32_t *row_of; // [layers], -1: not a mixture
-    const Expert *experts; // [slots]
+    const int32_t *row_of;        // [layers], -1: not a mixture
+    const Expert *const *experts; // [rows][slots]: what a slot holds, if it is of this row
 } Mixture;
 
 // Where a pass over n rows writes: normed [n, hidden], logits [n, router out], ids and weights

@@ -18,6 +18,8 @@ void run_parallel(Workspace *work, Job job, void *context, const void *of, int c
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()
+#elif defined(__aarch64__)
+#define RELAX() __asm__ volatile("yield")
 #else
 #define RELAX() ((void)0)
 #endif

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention
+from multirate.experts.packed import SlotExperts
 from multirate.experts.policies import (
     Belady,
     DecayedFrequency,
@@ -148,8 +148,7 @@ def knows(eviction: EvictionPolicy) -> bool:
 
 
 class KernelExperts:
-    """The experts of one runtime for one native decoder. reads fill `slots`, [record bytes] uint8
-    each, and outlive it.
+    """The experts of one runtime for one native decoder. reads fill `slots`, and outlive it.
 
     Raises MemoryError. One pass at a time.
     """
@@ -158,7 +157,7 @@ class KernelExperts:
         self,
         decoder: NativeMoEDecoder,
         store: ExpertStore,
-        slots: Sequence[Tensor],
+        slots: SlotExperts,
         reads: NativeReads,
         eviction: EvictionPolicy,
         plans: Sequence[_Plan],
@@ -189,7 +188,7 @@ class KernelExperts:
         if not self._handle:
             raise MemoryError("not enough memory for the experts' tables")
         self.controls = self._library.mr_expert_cache_controls(self._handle)
-        self._mixture = decoder.mixture([index.record.views(slot) for slot in slots])
+        self._mixture = decoder.mixture(slots.by_row)
         self.predict_with(plans)
 
     def predict_with(self, plans: Sequence[_Plan]) -> None:

@@ -1,8 +1,8 @@
 """Where a family keeps its experts on disk, and how one expert becomes a record of the store.
 
-A record holds one expert's slices of the parameters that transformers' experts module has
-(`gate_up_proj [2I, H]`, `down_proj [H, I]`; GPT-OSS transposed, with biases), so that a slot of
-memory is computed with as it was read.
+A record for transformers holds one expert's slices of the parameters that transformers' experts
+module has (`gate_up_proj [2I, H]`, `down_proj [H, I]`; GPT-OSS transposed, with biases), so that a
+slot of memory is computed with as it was read. packed.py has the records for the kernel.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.experts.shards import Shards
+from multirate.model.finite import first_not_finite
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and buffers, whatever the device
 FIELD_ALIGNMENT = 64
 MODULE, NATIVE = "module", "native"
-"""A record's numbers as transformers' experts module has them, or as the kernel reads them (same
-shapes).
-"""
+"""A record's numbers as transformers' experts module has them, or as the kernel reads them."""
 _ROLES = {
     "gate_proj": "gate",
     "w1": "gate",
@@ -48,11 +47,14 @@ class Field:
     offset: int
 
 
+def whole_pages(size: int) -> int:
+    """Bytes of a record with so many in it; the end is padding."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
 @dataclass(frozen=True)
 class RecordFormat:
-    """What every record of a store holds. `bytes` is a multiple of ALIGNMENT; the end is
-    padding.
-    """
+    """What every record of a store for transformers holds; `bytes` of each."""
 
     dtype: torch.dtype
     fields: tuple[Field, ...]
@@ -66,16 +68,28 @@ class RecordFormat:
             fields.append(Field(name, shapes[name], at))
             size = torch.Size(shapes[name]).numel() * dtype.itemsize
             at += -(-size // FIELD_ALIGNMENT) * FIELD_ALIGNMENT
-        return RecordFormat(dtype, tuple(fields), -(-at // ALIGNMENT) * ALIGNMENT)
+        return RecordFormat(dtype, tuple(fields), whole_pages(at))
+
+    @property
+    def weights(self) -> str:
+        """The name of the dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        return {field.name: field.shape for field in self.fields}
 
     def write(self, values: dict[str, Tensor], into: Tensor) -> None:
         """Fills the record `into` [bytes] uint8 from {field: tensor}; padding becomes zero."""
         into.zero_()
-        for name, view in self.views(into).items():
+        for name, view in self.tensors(0, into).items():
             view.copy_(values[name])
 
-    def views(self, record: Tensor) -> dict[str, Tensor]:
-        """The fields of a record [bytes] uint8, as tensors that share its memory."""
+    def tensors(self, row: int, record: Tensor) -> dict[str, Tensor]:
+        """The fields of a record [bytes] uint8, as tensors that share its memory; the same of every
+        row.
+        """
         found = {}
         for field in self.fields:
             size = torch.Size(field.shape).numel() * self.dtype.itemsize
@@ -146,7 +160,7 @@ class ExpertTensors:
         return count
 
     def _format(self) -> RecordFormat:
-        values = self.expert(self.layers[0], 0)
+        values = self._read(self.layers[0], 0)
         dtype = values["down_proj"].dtype
         if dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise UserError(
@@ -156,7 +170,33 @@ class ExpertTensors:
         return RecordFormat.of({name: tuple(value.shape) for name, value in values.items()}, dtype)
 
     def expert(self, layer: int, expert: int) -> dict[str, Tensor]:
-        """One expert's slices of the experts module's parameters, by parameter name."""
+        """One expert's slices of the experts module's parameters, by parameter name. UserError for
+        values that are not finite, or another shape or dtype than the first expert's.
+        """
+        values = self._read(layer, expert)
+        for name, shape in self.format.shapes.items():
+            value = values.get(name)
+            if value is None or tuple(value.shape) != shape or value.dtype != self.format.dtype:
+                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
+                raise UserError(
+                    f"expert {expert} of layer {layer}: {name} is {found}; the first expert's is "
+                    f"{self.format.dtype} {shape}"
+                )
+        wrong = first_not_finite(values.items())
+        if wrong is not None:
+            raise UserError(
+                f"expert {expert} of layer {layer}: {wrong} holds values that are not finite, so "
+                "the model's files are damaged; download them again"
+            )
+        return values
+
+    def parts(self, layer: int, expert: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The same as gate, up and down, of experts without biases."""
+        values = self.expert(layer, expert)
+        gate, up = values["gate_up_proj"].chunk(2)
+        return gate, up, values["down_proj"]
+
+    def _read(self, layer: int, expert: int) -> dict[str, Tensor]:
         if layer in self._fused:
             return {
                 name: self._shards.tensor(full, expert) for name, full in self._fused[layer].items()

@@ -44,6 +44,7 @@ from multirate.model.native.accelerated_residual import (
     NativeResidualWithAttention,
 )
 from multirate.model.native.moe import NativeMoEDecoder
+from multirate.model.quantised import expand, is_quantised
 from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
@@ -57,16 +58,19 @@ def experts_on_disk(model: Any) -> OffloadedExperts | None:
     return found if isinstance(found, OffloadedExperts) else None
 
 
-def load_without_experts(folder: Path, device: torch.device | str = "cpu") -> Any:
+def load_without_experts(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Any:
     """The causal LM in `folder`, in evaluation mode on `device`, with its experts' parameters on
     the meta device.
 
-    In the checkpoint's own dtype. Raises UserError naming a parameter that the checkpoint lacks.
+    dtype: None: the checkpoint's own. Raises UserError naming a parameter that the checkpoint
+    lacks.
     """
     config = AutoConfig.from_pretrained(folder)
     with Shards(folder) as shards:
         experts = ExpertTensors(shards)
-        dtype = experts.format.dtype
+        dtype = dtype or experts.format.dtype
         model = empty_model(config, dtype)
         given = {
             _module_name(name): name for name in shards.names() if name not in experts.tensor_names
@@ -127,7 +131,7 @@ def _check_shapes(store: ExpertStore, layer: int, moe: MoEParts) -> None:
             raise UserError(
                 f"{place}: {name} is {getattr(index, name)}; layer {layer} of the model has {value}"
             )
-    packed = {field.name: field.shape for field in index.record.fields}
+    packed = index.record.shapes
     for name, parameter in moe.experts.named_parameters():
         shape = tuple(parameter.shape[1:])
         if packed.get(name) != shape:
@@ -200,6 +204,10 @@ class OffloadedExperts:
             NativeMoEDecoder.say_fallback(reason)
         if reason is not None or backend == "hf":
             self.native = None  # predictors must not count on its passes
+            if is_quantised(self.model):
+                why = "backend 'hf' was asked for" if backend == "hf" else reason
+                say_once(f"expanding the quantised weights to bfloat16: {why}")
+                expand(self.model)
             return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)

@@ -1,31 +1,70 @@
-"""Safetensors → expert store, one expert in memory at a time; interrupted, the same call goes
+"""A model's files → expert store, one expert in memory at a time; interrupted, the same call goes
 on.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import reprlib
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.experts.layout import MODULE, NATIVE, ExpertTensors
+from multirate.experts.layout import MODULE, NATIVE, ExpertTensors, RecordFormat
+from multirate.experts.packed import PackedRecords
 from multirate.experts.shards import Shards
-from multirate.experts.store import DATA, FORMAT, INDEX, VERIFIED, ExpertStore, StoreIndex
-from multirate.hub import explained
+from multirate.experts.store import (
+    DATA,
+    FORMAT,
+    INDEX,
+    VERIFIED,
+    ExpertStore,
+    StoreIndex,
+    about_record,
+)
+from multirate.hub import GGUF, explained
 from multirate.io import held, parse_json, write_atomically
-from multirate.model.finite import first_not_finite
-from multirate.model.native.moe import MOE_FAMILIES, expert_tiles, pack_expert
+from multirate.model.native import library
+from multirate.model.native.formats import BF16, format_named
+from multirate.model.native.moe import MOE_FAMILIES, expert_tiles
+from multirate.model.quantised import CHOICES, ON_LOAD, Weight
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
 _CHECKPOINT_BYTES = 256 << 20  # progress is written at least so often
+
+
+class Experts(Protocol):
+    """The experts of a model's files."""
+
+    layers: list[int]
+    num_experts: int
+
+    def parts(self, layer: int, expert: int) -> Sequence[Weight]:
+        """One expert's gate, up and down. Raises UserError for values that are not finite."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A model's experts, and what the index says of it. write(row, expert, record): fills a
+    record.
+    """
+
+    experts: Experts
+    name: str
+    revision: str
+    top_k: int
+    record: RecordFormat | PackedRecords
+    write: Callable[[int, int, Tensor], None]
 
 
 def pack(
@@ -35,36 +74,133 @@ def pack(
     on_expert: Callable[[int, int], None] | None = None,
     force: bool = False,
     layout: str = "auto",
+    weights: str = "file",
 ) -> StoreIndex:
-    """Packs the experts of the checkpoint in folder `model` into the folder `out`; returns what was
-    packed.
+    """Packs the experts of a model, a folder or a GGUF file, into the folder `out`; returns what
+    was packed.
 
     on_expert(done, all): called for each expert.
     force: replaces a finished store of another revision. One of the same revision is left as it is.
     layout: "module", "native" (as the kernel reads weights, so that nothing is copied while
         generating) or "auto": native for the families and sizes that the kernel runs.
+    weights: "file": as they are in the model's files, a GGUF file's blocks included; "bf16": a GGUF
+        file's expanded; "q8_0", "q4_0" or "q4_1": those of any other model in such blocks.
 
     An incomplete file is never named experts.bin. Raises UserError naming file and reason.
     """
-    with explained(f"model {model}"), Shards(model) as shards:
-        experts = ExpertTensors(shards)
-        revision = shards.revision()
-        config = _config(model)
-        chosen = _layout(layout, config, experts)
+    if layout not in ("auto", MODULE, NATIVE):
+        raise UserError(f"layout {layout!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
+    if weights not in CHOICES:
+        raise UserError(f"weights is {weights!r}; accepted: {', '.join(CHOICES)}")
+    with explained(f"model {model}"), contextlib.ExitStack() as stack:
+        if model.suffix.lower() == GGUF:
+            source = _gguf(model, layout, weights)
+        else:
+            source = _folder(stack.enter_context(Shards(model)), layout, weights)
+        if name is not None:
+            source = replace(source, name=name)
         if (out / INDEX).is_file() and not force:
-            store = ExpertStore.open(out)
-            if store.index.revision == revision and layout in ("auto", store.index.layout):
-                return store.index
-            other = f"{store.index.model}, another model or another revision"
-            if store.index.revision == revision:
-                other = f"{store.index.model} in the layout {store.index.layout}"
-            raise UserError(
-                f"{out} holds the experts of {other}; name another folder or replace it with "
-                "--force"
-            )
-        return _Packer(
-            experts, out, revision, name or model.name, _top_k(model, config), chosen
-        ).run(on_expert)
+            return _packed_before(out, source, as_they_are=layout == "auto" and weights == "file")
+        return _Packer(source, out).run(on_expert)
+
+
+def _packed_before(out: Path, source: _Source, as_they_are: bool) -> StoreIndex:
+    """A finished store of this source, or, if `as_they_are`, of the same weights in the other
+    layout. UserError for any other.
+    """
+    index = ExpertStore.open(out).index
+    same = index.revision == source.revision
+    if same and (index.record == source.record or (as_they_are and index.layout == MODULE)):
+        return index
+    other = f"{index.model} in the layout {index.layout}, in {index.record.weights}"
+    if not same:
+        other = f"{index.model}, another model or another revision"
+    raise UserError(
+        f"{out} holds the experts of {other}; name another folder or replace it with --force"
+    )
+
+
+def _folder(shards: Shards, layout: str, weights: str) -> _Source:
+    """Of a folder with safetensors files."""
+    experts, config = ExpertTensors(shards), _config(shards.folder)
+    about = shards.folder.name, shards.revision(), _top_k(shards.folder, config)
+    record = _packed_record(config, experts, layout, weights)
+    if record is not None:
+        return _Source(experts, *about, record, _packing(experts, record))
+
+    def write(row: int, expert: int, into: Tensor) -> None:
+        experts.format.write(experts.expert(experts.layers[row], expert), into)
+
+    return _Source(experts, *about, experts.format, write)
+
+
+def _gguf(path: Path, layout: str, weights: str) -> _Source:
+    """Of a GGUF file."""
+    from multirate.gguf_models.experts import GgufExperts
+    from multirate.gguf_models.file import GgufFile
+
+    if weights in ON_LOAD:
+        raise UserError(
+            f"weights is {weights!r}, but {path} has its own quantisation; accepted for a GGUF "
+            "file: file (as it is) or bf16 (expanded)"
+        )
+    if layout == MODULE:
+        raise UserError(f"layout {MODULE} is for folders; a GGUF file is packed for the kernel")
+    file = GgufFile(path)
+    experts = GgufExperts(file, expand=weights == "bf16")
+    why = _why_not_tiled(experts.hidden, experts.intermediate)
+    if why is not None:
+        raise UserError(f"{path} cannot be packed: {why}")
+    record = PackedRecords(experts.hidden, experts.intermediate, experts.formats)
+    about = path.stem, file.identity(), experts.top_k
+    return _Source(experts, *about, record, _packing(experts, record))
+
+
+def _packing(experts: Experts, record: PackedRecords) -> Callable[[int, int, Tensor], None]:
+    work = library.Workspace()
+
+    def write(row: int, expert: int, into: Tensor) -> None:
+        record.write(row, experts.parts(experts.layers[row], expert), into, work)
+
+    return write
+
+
+def _packed_record(
+    config: dict[str, Any], experts: ExpertTensors, layout: str, weights: str
+) -> PackedRecords | None:
+    """The records in layout native; None: in layout module."""
+    if layout == MODULE:
+        if weights != "file":
+            raise UserError(f"layout {MODULE} keeps the weights as they are; leave out {weights}")
+        return None
+    shapes, families = experts.format.shapes, ", ".join(MOE_FAMILIES)
+    hidden, intermediate = shapes["down_proj"]
+    why = _why_not_tiled(hidden, intermediate)
+    if config.get("model_type") not in MOE_FAMILIES or len(shapes) > 2:
+        why = f"the kernel runs experts of {families}, without biases"
+    elif weights == "file" and experts.format.dtype != torch.bfloat16:
+        why = f"experts in {experts.format.weights} stay as they are only in layout {MODULE}"
+    if why is None:
+        to = format_named(weights) or BF16
+        return PackedRecords(hidden, intermediate, ((to, to, to),) * len(experts.layers))
+    if layout == NATIVE or weights != "file":
+        asked = f"layout {NATIVE}" if weights == "file" else f"weights {weights}"
+        raise UserError(f"the model cannot be packed with {asked}: {why}")
+    return None
+
+
+def _why_not_tiled(hidden: int, intermediate: int) -> str | None:
+    """Why the kernel cannot run experts of this size; None: it can."""
+    if not expert_tiles(hidden, intermediate):
+        return (
+            "the kernel needs a hidden size that is a multiple of 64 and an intermediate size that "
+            f"is a multiple of 32, not {hidden} and {intermediate}"
+        )
+    try:
+        library.kernel()
+    except library.NativeUnavailable as reason:
+        return str(reason)
+    return None
 
 
 def _config(model: Path) -> dict[str, Any]:
@@ -76,24 +212,6 @@ def _config(model: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{model / 'config.json'} is {reprlib.repr(found)}; accepted: an object")
     return found
-
-
-def _layout(wanted: str, config: dict[str, Any], experts: ExpertTensors) -> str:
-    shapes = {field.name: field.shape for field in experts.format.fields}
-    possible = (
-        config.get("model_type") in MOE_FAMILIES
-        and shapes.keys() == {"gate_up_proj", "down_proj"}
-        and experts.format.dtype == torch.bfloat16
-        and expert_tiles(*shapes["down_proj"])
-    )
-    if wanted not in ("auto", MODULE, NATIVE):
-        raise UserError(f"layout {wanted!r} is unknown; accepted: auto, {MODULE} or {NATIVE}")
-    if wanted == NATIVE and not possible:
-        raise UserError(
-            f"layout native accepts bfloat16 experts of {', '.join(MOE_FAMILIES)}, with a hidden "
-            "size that is a multiple of 64 and an intermediate size that is a multiple of 32"
-        )
-    return NATIVE if possible and wanted != MODULE else MODULE
 
 
 def _top_k(model: Path, config: dict[str, Any]) -> int:
@@ -108,22 +226,14 @@ def _top_k(model: Path, config: dict[str, Any]) -> int:
 class _Packer:
     """State of one packing: checksums of the records written so far, and the file they are in."""
 
-    def __init__(
-        self, experts: ExpertTensors, out: Path, revision: str, name: str, top_k: int, layout: str
-    ) -> None:
-        self._experts, self._out, self._revision, self._name, self._top_k = (
-            experts,
-            out,
-            revision,
-            name,
-            top_k,
-        )
+    def __init__(self, source: _Source, out: Path) -> None:
+        self._source, self._out = source, out
+        experts = source.experts
         self._keys = [
-            (layer, expert) for layer in experts.layers for expert in range(experts.num_experts)
+            (r, e) for r in range(len(experts.layers)) for e in range(experts.num_experts)
         ]
-        self._layout = layout
         self._checksums: list[int] = []
-        self._bytes = experts.format.bytes
+        self._bytes = source.record.bytes
 
     def run(self, on_expert: Callable[[int, int], None] | None) -> StoreIndex:
         try:
@@ -143,15 +253,15 @@ class _Packer:
             file.truncate(len(self._checksums) * self._bytes)
             file.seek(0, os.SEEK_END)
             self._write(file, on_expert)
+        source = self._source
         index = StoreIndex(
-            self._name,
-            self._revision,
-            tuple(self._experts.layers),
-            self._experts.num_experts,
-            self._top_k,
-            self._experts.format,
+            source.name,
+            source.revision,
+            tuple(source.experts.layers),
+            source.experts.num_experts,
+            source.top_k,
+            source.record,
             tuple(self._checksums),
-            self._layout,
         )
         (out / INDEX).unlink(
             missing_ok=True
@@ -166,12 +276,8 @@ class _Packer:
         record = torch.zeros(self._bytes, dtype=torch.uint8, device="cpu")
         unsaved = 0
         try:
-            for layer, expert in self._keys[len(self._checksums) :]:
-                values = self._experts.expert(layer, expert)
-                self._check_values(values, layer, expert)
-                if self._layout == NATIVE:
-                    values = pack_expert(values["gate_up_proj"], values["down_proj"])
-                self._experts.format.write(values, record)
+            for row, expert in self._keys[len(self._checksums) :]:
+                self._source.write(row, expert, record)
                 data = record.numpy()
                 file.write(data)
                 self._checksums.append(zlib.crc32(data.tobytes()))
@@ -184,44 +290,22 @@ class _Packer:
         finally:
             self._save(file)
 
-    def _check_values(self, values: dict[str, torch.Tensor], layer: int, expert: int) -> None:
-        for field in self._experts.format.fields:
-            value = values.get(field.name)
-            if (
-                value is None
-                or tuple(value.shape) != field.shape
-                or value.dtype != self._experts.format.dtype
-            ):
-                found = "nothing" if value is None else f"{value.dtype} {tuple(value.shape)}"
-                raise UserError(
-                    f"expert {expert} of layer {layer}: {field.name} is {found}; the first "
-                    f"expert's is {self._experts.format.dtype} {field.shape}"
-                )
-        wrong = first_not_finite(values.items())
-        if wrong is not None:
-            raise UserError(
-                f"expert {expert} of layer {layer}: {wrong} holds values that are not finite, so "
-                "the model's files are damaged; download them again"
-            )
-
     def _save(self, file: Any = None) -> None:
         if file is not None:
             file.flush()
             os.fsync(file.fileno())
-        progress = {
-            "revision": self._revision,
-            "record_bytes": self._bytes,
-            "layout": self._layout,
-            "checksums": self._checksums,
-        }
+        progress = {**self._about(), "checksums": self._checksums}
         write_atomically(self._out / _PROGRESS, json.dumps(progress))
+
+    def _about(self) -> dict[str, Any]:
+        return {"revision": self._source.revision, **about_record(self._source.record)}
 
     def _resume(self) -> None:
         """Takes over the records of an interrupted packing of the same checkpoint. Raises UserError
         for files of these names that packing did not write.
         """
         saved = _object(self._out / _PROGRESS)
-        same = {"revision": self._revision, "record_bytes": self._bytes, "layout": self._layout}
+        same = self._about()
         if saved is not None and not {*same, "checksums"} <= saved.keys():
             raise _foreign(self._out / _PROGRESS)
         index = _object(self._out / INDEX)

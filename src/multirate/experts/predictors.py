@@ -121,8 +121,9 @@ class Popularity(Predictor):
 
 
 class NextLayerGate(Predictor):
-    """A later layer's own router on the current residual: the usual way, and the one to beat.
-    select: of each row.
+    """A later layer's own router on the current residual: the usual way, and the one to beat. Fate
+    (arXiv 2502.12224) norms the residual with the current layer's weights, not the later one's,
+    which finds as many (lab/notes/experts.md). select: of each row.
     """
 
     def __init__(self, select: Sequence[SelectExperts]) -> None:

@@ -66,6 +66,15 @@ class Throttle:
             time.sleep(wait)
 
 
+def _read_into(descriptor: int, into: memoryview, offset: int) -> int:
+    """How many bytes have been read. Raises OSError."""
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [into], offset)
+    found = os.pread(descriptor, len(into), offset)  # macOS
+    into[: len(found)] = found
+    return len(found)
+
+
 class RecordReader:
     """Reads of one data file. `direct`: whether the page cache is bypassed; if not, `note` says
     why.
@@ -100,7 +109,7 @@ class RecordReader:
 
     def _probe(self) -> None:
         with mmap.mmap(-1, ALIGNMENT) as page:
-            os.preadv(self._fd, [page], 0)
+            _read_into(self._fd, memoryview(page), 0)
 
     def read(self, offset: int, into: memoryview) -> None:
         """Fills `into` (aligned) from `offset`."""
@@ -110,7 +119,7 @@ class RecordReader:
     def _fill(self, offset: int, into: memoryview) -> None:
         done = 0
         while done < len(into):
-            count, before = os.preadv(self._fd, [into[done:]], offset + done), done
+            count, before = _read_into(self._fd, into[done:], offset + done), done
             done += count
             if count > 0 and done < len(into) and self.direct:
                 done -= done % ALIGNMENT  # a short direct read is resumed where it may be

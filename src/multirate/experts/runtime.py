@@ -20,9 +20,9 @@ from multirate.errors import UserError
 from multirate.experts.depth import MeasuredDepth
 from multirate.experts.expert_cache import ExpertCache, Key, Slot, State
 from multirate.experts.kernel import Failure, KernelExperts, knows, plans_of
-from multirate.experts.layout import NATIVE
 from multirate.experts.loader import ExpertLoader, unreadable
 from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
+from multirate.experts.packed import PackedRecords, SlotExperts
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
 from multirate.experts.prefetch_filter import PrefetchFilter
@@ -30,13 +30,8 @@ from multirate.experts.reader import Throttle
 from multirate.experts.reads import NativeReads, reason
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.model.native.moe import (
-    ComputeExperts,
-    KernelCall,
-    KernelPasses,
-    NativeMoEDecoder,
-    unpack_expert,
-)
+from multirate.model.native import abi
+from multirate.model.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder
 
 IMPLEMENTATION = "multirate"
 
@@ -110,7 +105,7 @@ class ExpertRuntime:
             self.memory: SlotMemory = HostMemory(store, count, throttle, direct)
         else:
             self.memory = DeviceMemory(store, count, copies, throttle, direct)
-        self._views = [store.index.record.views(slot) for slot in self.memory.slots]
+        self._packed: SlotExperts | None = None
         self.note = self.memory.note
         self._kernel: KernelExperts | None = None
         self._reads = self.memory.reads(self.settings.threads)
@@ -165,7 +160,7 @@ class ExpertRuntime:
             if plans is not None and knows(self._eviction) and isinstance(self._reads, NativeReads):
                 loaded = self.cache.occupied
                 self._kernel = KernelExperts(
-                    decoder, self.store, self.memory.slots, self._reads, self._eviction, plans
+                    decoder, self.store, self._in_slots, self._reads, self._eviction, plans
                 )
                 if loaded:
                     fresh = eviction_policy(self.settings.eviction)
@@ -175,6 +170,18 @@ class ExpertRuntime:
                     )
                     self._running(lambda kernel: kernel.load(loaded))
         return self._pass if self._kernel is not None and self.trace is None else None
+
+    def expert(self, row: int, slot: int) -> abi.CData:
+        """As ExpertProvider."""
+        return self._in_slots.expert(row, slot)
+
+    @property
+    def _in_slots(self) -> SlotExperts:
+        if self._packed is None:
+            record = self.store.index.record
+            assert isinstance(record, PackedRecords)  # else the kernel does not run the model
+            self._packed = record.experts(self.memory.slots)
+        return self._packed
 
     def _pass(
         self, call: KernelCall, start: int, stop: int, into: int, row: int, rows: int
@@ -222,9 +229,9 @@ class ExpertRuntime:
     ) -> None:
         """Hands every expert in `needed` to `compute` once, those that are there first.
 
-        row: of the store. weights: the record's fields, unchanged until compute returns. residual
-        [N, d]: the stream after this layer's attention, and routing: the router's choice [N, k]
-        with weights [N, k], for predictors.
+        row: of the store. Records are unchanged until compute returns. residual [N, d]: the stream
+        after this layer's attention, and routing: the router's choice [N, k] with weights [N, k],
+        for predictors.
         """
         if self._kernel is not None:
             self._leave_kernel()
@@ -249,7 +256,7 @@ class ExpertRuntime:
                         slot.key for slot in slots if slot.key is not None
                     ]  # a held slot has one
                     pairs = zip(keys, slots, strict=True)
-                    compute([(key[1], self._views[slot.index]) for key, slot in pairs])
+                    compute([(key[1], slot.index) for key, slot in pairs])
                 finally:
                     self.memory.used(slot.index for slot in slots)
                     self.cache.release(slots)
@@ -275,16 +282,12 @@ class ExpertRuntime:
         n, k = top_index.shape
         flat = top_index.reshape(-1)
         parts = torch.empty(n * k, hidden.shape[1], dtype=hidden.dtype, device=hidden.device)
-        unpack = self.store.index.layout == NATIVE
+        record = self.store.index.record
 
-        def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
-            for expert, weights in found:
+        def compute(found: Sequence[tuple[int, int]]) -> None:
+            for expert, slot in found:
                 places = (flat == expert).nonzero()[:, 0]
-                own = (
-                    unpack_expert(weights["gate_up_proj"], weights["down_proj"])
-                    if unpack
-                    else weights
-                )
+                own = record.tensors(row, self.memory.slots[slot])
                 # in autocast products have its dtype
                 parts[places] = expert_forward(module, own, hidden[places // k]).to(parts.dtype)
 

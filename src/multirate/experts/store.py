@@ -32,14 +32,19 @@ from multirate.experts.layout import (
     Field,
     RecordFormat,
 )
+from multirate.experts.packed import PackedRecords
 from multirate.io import parse_json
+from multirate.model.native import library
+from multirate.model.native.formats import BF16, QUANTISED
 from multirate.model.native.moe import expert_tiles
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
-FORMAT, VERSION = "multirate-experts", 1
+FORMAT, VERSION = "multirate-experts", 2
 _CHUNK = 8 << 20
 _DTYPES = ("bfloat16", "float16", "float32")
-_MOST_LAYERS, _MOST_EXPERTS, _MOST_BYTES = 10_000, 100_000, 1 << 40  # far above any model's
+_FORMATS = {one.name: one for one in (BF16, *QUANTISED)}
+_MOST_LAYERS, _MOST_EXPERTS = 10_000, 100_000  # far above any model's
+_MOST_BYTES, _MOST_WIDTH = 1 << 40, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,8 @@ class StoreIndex:
     """What a store holds. `layers[i]` is the model layer of the i-th row of records; `checksums`
     are crc32, row by row.
 
-    `revision` names the checkpoint it was made from (shards.py). `top_k`: experts per token, for
-    the arithmetic. `layout`: see layout.py.
+    `revision` names the checkpoint it was made from (shards.py, or a GGUF file's identity).
+    `top_k`: experts per token, for the arithmetic.
     """
 
     model: str
@@ -56,9 +61,13 @@ class StoreIndex:
     layers: tuple[int, ...]
     num_experts: int
     top_k: int
-    record: RecordFormat
+    record: RecordFormat | PackedRecords
     checksums: tuple[int, ...]
-    layout: str = MODULE
+
+    @property
+    def layout(self) -> str:
+        """See layout.py."""
+        return NATIVE if isinstance(self.record, PackedRecords) else MODULE
 
     @property
     def data_bytes(self) -> int:
@@ -72,13 +81,10 @@ class StoreIndex:
             "version": VERSION,
             "model": self.model,
             "revision": self.revision,
-            "layout": self.layout,
             "layers": list(self.layers),
             "num_experts": self.num_experts,
             "top_k": self.top_k,
-            "dtype": str(self.record.dtype).removeprefix("torch."),
-            "record_bytes": self.record.bytes,
-            "fields": [asdict(one) for one in self.record.fields],
+            **about_record(self.record),
             "checksums": [f"{value:08x}" for value in self.checksums],
         }
         return {**content, "digest": _digest(content)}
@@ -94,12 +100,27 @@ class StoreIndex:
         if content.get("version") != VERSION:
             raise UserError(
                 f"{place} has version {_shown(content.get('version'))}; accepted: {VERSION}; "
-                "pack it again"
+                "pack it again with --force"
             )
         claimed = content.pop("digest", None)
         if claimed != _digest(content):
             raise UserError(f"{place} is damaged: its digest does not match; pack it again")
         return _Values(content, place).index()
+
+
+def about_record(record: RecordFormat | PackedRecords) -> dict[str, Any]:
+    """What an index says of the records."""
+    if isinstance(record, RecordFormat):
+        fields = [asdict(one) for one in record.fields]
+        about = {"layout": MODULE, "record_bytes": record.bytes, "dtype": record.weights}
+        return {**about, "fields": [{**one, "shape": list(one["shape"])} for one in fields]}
+    return {
+        "layout": NATIVE,
+        "record_bytes": record.bytes,
+        "hidden": record.hidden,
+        "intermediate": record.intermediate,
+        "formats": [[one.name for one in formats] for formats in record.formats],
+    }
 
 
 class _Values:
@@ -125,19 +146,8 @@ class _Values:
             )
         experts = self._number("num_experts", 1, _MOST_EXPERTS)
         top_k = self._number("top_k", 1, experts)
-        dtype = self._one_of("dtype", _DTYPES)
-        layout = self._one_of("layout", (MODULE, NATIVE))
-        size = self._number("record_bytes", ALIGNMENT, _MOST_BYTES)
-        if size % ALIGNMENT:
-            self._refuse("record_bytes", f"a multiple of {ALIGNMENT}")
-        fields = self._fields(getattr(torch, dtype), size)
-        shapes = {field.name: field.shape for field in fields}
-        plain = dtype == "bfloat16" and shapes.keys() == {"gate_up_proj", "down_proj"}
-        if layout == NATIVE and not (plain and expert_tiles(*shapes["down_proj"])):
-            self._refuse(
-                "layout",
-                f"{MODULE}, because {NATIVE} needs bfloat16 experts in sizes that the kernel tiles",
-            )
+        packed = self._one_of("layout", (MODULE, NATIVE)) == NATIVE
+        record = self._packed(len(layers)) if packed else self._record()
         checksums = self._list("checksums", "eight hex digits per record", len(layers) * experts)
         if len(checksums) != len(layers) * experts or not all(
             _is_checksum(one) for one in checksums
@@ -151,10 +161,40 @@ class _Values:
             tuple(layers),
             experts,
             top_k,
-            RecordFormat(getattr(torch, dtype), fields, size),
+            record,
             tuple(int(one, 16) for one in checksums),
-            layout,
         )
+
+    def _record(self) -> RecordFormat:
+        dtype = getattr(torch, self._one_of("dtype", _DTYPES))
+        size = self._number("record_bytes", ALIGNMENT, _MOST_BYTES)
+        if size % ALIGNMENT:
+            self._refuse("record_bytes", f"a multiple of {ALIGNMENT}")
+        return RecordFormat(dtype, self._fields(dtype, size), size)
+
+    def _packed(self, layers: int) -> PackedRecords:
+        hidden = self._number("hidden", 1, _MOST_WIDTH)
+        intermediate = self._number("intermediate", 1, _MOST_WIDTH)
+        accepted = f"for each of {layers} layers gate, up and down, each of {', '.join(_FORMATS)}"
+        found = self._list("formats", accepted, layers)
+        if len(found) != layers or not all(_is_formats(one) for one in found):
+            self._refuse("formats", accepted)
+        formats = tuple((_FORMATS[g], _FORMATS[u], _FORMATS[d]) for g, u, d in found)
+        inputs = (hidden, hidden, intermediate)
+        try:
+            if not expert_tiles(hidden, intermediate) or any(
+                width % one.piece for row in formats for one, width in zip(row, inputs, strict=True)
+            ):
+                self._refuse("intermediate", "a width that the kernel tiles in these formats")
+            record = PackedRecords(hidden, intermediate, formats)
+            if self._content.get("record_bytes") != record.bytes:
+                self._refuse("record_bytes", f"{record.bytes} in these formats")
+        except library.NativeUnavailable as reason:
+            raise UserError(
+                f"{self._place.parent} is packed for the native kernel, which cannot be used here "
+                f"({reason}); pack it again with --layout module"
+            ) from None
+        return record
 
     def _fields(self, dtype: torch.dtype, size: int) -> tuple[Field, ...]:
         accepted = (
@@ -221,6 +261,11 @@ class _Values:
 
 def _whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_formats(value: Any) -> bool:
+    names = value if isinstance(value, list) else []
+    return len(names) == 3 and all(isinstance(one, str) and one in _FORMATS for one in names)
 
 
 def _is_checksum(value: Any) -> bool:

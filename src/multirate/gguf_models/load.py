@@ -15,7 +15,9 @@ from multirate.torch_modes import own_modes
 
 
 @own_modes()
-def load_gguf(path: Path, dtype: torch.dtype | None = torch.bfloat16) -> tuple[Any, Any]:
+def load_gguf(
+    path: Path, dtype: torch.dtype | None = torch.bfloat16, experts: bool = True
+) -> tuple[Any, Any]:
     """(causal LM, tokenizer) of a GGUF file: chat template and the ids that end a text from the
     file, weights as `load_weights` makes them: in the file (dtype None), or dequantised. Raises
     UserError naming what cannot be read or is not supported.
@@ -23,7 +25,7 @@ def load_gguf(path: Path, dtype: torch.dtype | None = torch.bfloat16) -> tuple[A
     file = GgufFile(path)
     architecture_of(file)
     tokenizer = load_tokenizer(file)
-    model = load_weights(file, read_config(file), dtype)
+    model = load_weights(file, read_config(file), dtype, experts)
     end = ends(file, tokenizer)
     model.generation_config.eos_token_id = end[0] if len(end) == 1 else end or None
     model.config.name_or_path = path.stem

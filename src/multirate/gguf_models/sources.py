@@ -1,4 +1,4 @@
-"""Where a GGUF file is found, and the folder that its model is kept in."""
+"""Where a GGUF file is found."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import importlib.metadata
 from pathlib import Path
 
 from multirate.errors import UserError
-from multirate.gguf_models.file import SUFFIX, GgufFile
-from multirate.gguf_models.kept import keep_model
-from multirate.io import cache_folder
+from multirate.gguf_models.file import SUFFIX
 
 
 def gguf_of_wheel(wheel: str) -> Path | None:
@@ -21,21 +19,6 @@ def gguf_of_wheel(wheel: str) -> Path | None:
         return None
     paths = (Path(str(file.locate())) for file in files)
     return next((path for path in paths if path.suffix == SUFFIX and path.is_file()), None)
-
-
-def folder_of_file(path: Path) -> Path:
-    """A folder with the model of a GGUF file, converted into the cache. UserError when it cannot be
-    kept there.
-    """
-    identity = GgufFile(path).identity()
-    try:
-        return keep_model(path, f"{path.stem}-{identity[:16]}", identity)
-    except OSError as error:
-        reason = (error.strerror or str(error) or type(error).__name__).lower()
-        raise UserError(
-            f"{path} must be converted, but the result cannot be stored in {cache_folder()} "
-            f"({reason}); set MULTIRATE_CACHE to a writable folder with enough space"
-        ) from None
 
 
 def gguf_of_folder(folder: Path) -> Path:

@@ -22,28 +22,36 @@ from multirate.model.hf.empty import empty_model
 from multirate.model.machine import free_memory
 from multirate.model.quantised import BLOCKS, FLOATS, QuantisedWeight, put
 
-_EXPERTS = {
+EXPERTS = {
     "gate_up_proj": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
     "down_proj": ("ffn_down_exps.weight",),
 }
 """Parameters that hold all experts of a layer → the tensors they are made of, one below another."""
 
 
-def load_weights(file: GgufFile, config: PretrainedConfig, dtype: torch.dtype | None = None) -> Any:
+def load_weights(
+    file: GgufFile,
+    config: PretrainedConfig,
+    dtype: torch.dtype | None = None,
+    experts: bool = True,
+) -> Any:
     """The causal LM of `config` with the file's weights, in evaluation mode.
 
     dtype: of all weights, dequantised; None: matrices stay in the file (`QuantisedWeight`), vectors
         are float32, and the little else bfloat16.
+    experts: whether a mixture's experts are loaded; if not, their parameters stay empty.
 
     Raises UserError for a tensor that is missing, has another shape, is quantised in a way that is
     not known, holds infinite values, or that the model has no place for, and for a model that
     memory has no room for.
     """
-    _check_room(file, dtype)
+    _check_room(file, dtype, experts)
     with refusing(file):
         model: Any = empty_model(config, dtype or torch.bfloat16)
     model.tie_weights()  # what is tied is one parameter from here on
     sources = _sources(file, model, config)
+    if not experts:
+        sources = {name: each for name, each in sources.items() if not _expert_tensors(name)}
     undo = TENSOR_PROCESSORS.get(file.architecture, TensorProcessor)(config=config.to_dict())
     shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
     left = {} if dtype is not None else _left_in_file(file, sources, undo)
@@ -83,7 +91,7 @@ def _left_in_file(
     for name, tensors in sources.items():
         for tensor in (file.tensors[each] for each in tensors):
             if tensor.kind.name not in (*BLOCKS, *FLOATS):
-                raise UserError(_not_run(file, tensor))
+                raise UserError(not_run(file, tensor))
         tensor = file.tensors[tensors[0]]
         if len(tensors) == 1 and len(tensor.shape) == 2:
             rows = _row_order(undo, tensor)
@@ -124,7 +132,7 @@ def _row_order(undo: TensorProcessor, tensor: FileTensor) -> np.ndarray | None:
     return order
 
 
-def _not_run(file: GgufFile, tensor: FileTensor) -> str:
+def not_run(file: GgufFile, tensor: FileTensor) -> str:
     expand = "--weights bf16 (weights='bf16' in Python) expands it"
     other = "use another quantisation of the model"
     return (
@@ -134,11 +142,12 @@ def _not_run(file: GgufFile, tensor: FileTensor) -> str:
     )
 
 
-def _check_room(file: GgufFile, dtype: torch.dtype | None) -> None:
-    """UserError for a model that is larger than the free memory. dtype: as in load_weights."""
+def _check_room(file: GgufFile, dtype: torch.dtype | None, experts: bool) -> None:
+    """UserError for a model that is larger than the free memory. Arguments as of load_weights."""
     needed = sum(
         one.end - one.begin if dtype is None else math.prod(one.shape) * dtype.itemsize
         for one in file.tensors.values()
+        if experts or "_exps." not in one.name
     )
     free = free_memory()
     if free is not None and needed > free:
@@ -196,9 +205,9 @@ def _tensor(find: Callable[[str], str | None], name: str) -> str:
 
 def _expert_tensors(name: str) -> tuple[str, ...]:
     parts = name.split(".")
-    if parts[-2] != "experts" or parts[-1] not in _EXPERTS:
+    if parts[-2] != "experts" or parts[-1] not in EXPERTS:
         return ()
-    return tuple(f"blk.{parts[2]}.{tensor}" for tensor in _EXPERTS[parts[-1]])
+    return tuple(f"blk.{parts[2]}.{tensor}" for tensor in EXPERTS[parts[-1]])
 
 
 def _checked(file: GgufFile, name: str, values: np.ndarray) -> np.ndarray:

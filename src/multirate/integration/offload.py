@@ -25,7 +25,7 @@ def offload(
         model = multirate.offload("path/to/model", "path/to/store", memory="2GB")
         model.generate(**inputs, custom_generate=multirate.custom_generate())
 
-    model: folder or hub id.
+    model: folder, GGUF file or hub id.
     experts: the store; `multirate pack` makes it.
     memory: memory for experts, such as "2GB"; None: all of them.
     policy: see experts/named_policies.py.
@@ -35,7 +35,7 @@ def offload(
     folder as `custom_generate` adds that predictor. Raises UserError for a model, store or
     predictor that cannot be used.
     """
-    loaded = load_offloaded(os.fspath(model), experts)
+    loaded = load_offloaded(os.fspath(model), experts, expand=True)
     assert loaded.experts is not None
     if predictor is not None:
         loaded.experts.add(predictor)

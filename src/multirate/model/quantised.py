@@ -337,13 +337,16 @@ def _cast(model: nn.Module, dtype_of: Callable[[Tensor], torch.dtype]) -> None:
 
 
 def formats(model: nn.Module) -> dict[str, int]:
-    """How many tensors the model has in each format of GGUF, the most frequent first."""
+    """How many tensors the model has in each format of GGUF, the most frequent first; without a
+    mixture's experts that are on disk.
+    """
     quantised = quantised_weights(model)
     found = Counter(
         quantised[name].format
         if name in quantised
         else _DTYPES.get(held.dtype, str(held.dtype).removeprefix("torch."))
         for name, held in model.named_parameters()
+        if name in quantised or not held.is_meta
     )
     return dict(found.most_common())
 
@@ -377,19 +380,26 @@ def expanded(model: Any, dtype: torch.dtype = torch.bfloat16) -> Any:
     if not is_quantised(model):
         return model
     twin = _shared_copy(model)
-    quantised = {id(module.weight): weight_of(module) for module in _quantised_modules(twin)}
+    expand(twin, dtype)
+    return twin
+
+
+def expand(model: Any, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Makes the weights of a quantised model tensors of this dtype."""
+    quantised = {id(module.weight): weight_of(module) for module in _quantised_modules(model)}
+    if not quantised:
+        return
     with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as workers:
         tensors = workers.map(lambda weight: dense(weight, dtype), quantised.values())
         made = {
             key: nn.Parameter(tensor, requires_grad=False)
             for key, tensor in zip(quantised, tensors, strict=True)
         }
-    for module in list(_quantised_modules(twin)):
+    for module in list(_quantised_modules(model)):
         module.weight = made[id(module.weight)]
         del module.quantised
-    _cast(twin, lambda held: dtype if held.is_floating_point() else held.dtype)
-    twin.config.dtype = dtype
-    return twin
+    _cast(model, lambda held: dtype if held.is_floating_point() else held.dtype)
+    model.config.dtype = dtype
 
 
 _TWINS: weakref.WeakKeyDictionary[nn.Module, nn.Module] = weakref.WeakKeyDictionary()

@@ -60,6 +60,13 @@ typedef struct {
     float *parts;
 } ExpertCall;
 
+// Whether two portions are of the same rows, which then become what the weights need only once. A
+// single row's experts all are.
+static int same_rows(const ExpertCall *call, const Portion *a, const Portion *b) {
+    size_t bytes = (size_t)a->count * sizeof *call->rows;
+    return a->count == b->count && !memcmp(call->rows + a->begin, call->rows + b->begin, bytes);
+}
+
 static void run_experts(Workspace *work, void *context, int id, int threads) {
     ThreadScratch *mine = &work->own[id];
     const ExpertCall *call = context;
@@ -76,12 +83,18 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
         else
             memcpy(to, call->normed + (size_t)call->rows[u] * d, (size_t)d * sizeof *to);
     }
+    Operand operands; // of the last portion that had other rows than the one before it
     for (int p = 0; p <= last; p++) {
         const Portion *one = portions + p;
+        const Linear *gate_up = &one->expert->gate_up,
+                     *then = p < last ? &one[1].expert->gate_up : &portions->expert->down;
         Output out = {.activation = work->activation + (size_t)one->begin * inner, .stride = inner};
-        const Linear *then = p < last ? &portions[p + 1].expert->gate_up : &portions->expert->down;
-        matmul(work, &one->expert->gate_up, from + one->begin, one->count, NULL, SILU_GATE, 1, out,
-               then, id, threads);
+        if (!p || !same_rows(call, one - 1, one))
+            prepare(&operands, mine, gate_up, from + one->begin, one->count);
+        matmul_columns(gate_up, &operands, NULL, SILU_GATE, out,
+                       first_column(gate_up, 1, id, threads),
+                       first_column(gate_up, 1, id + 1, threads),
+                       weights_of(then, first_column(then, 1, id, threads)));
     }
     barrier(work, threads);
     for (int p = 0; p <= last; p++) {
@@ -93,8 +106,8 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
     }
 }
 
-// For each expert e, its next uses[e] rows u of `rows` and `places`: parts[places[u]] =
-// expert(normed[rows[u]]).
+// Experts of one layer: their weights have the same formats. For each expert e, its next uses[e]
+// rows u of `rows` and `places`: parts[places[u]] = expert(normed[rows[u]]).
 void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
                 const float *normed, const int32_t *rows, const int32_t *places, float *parts) {
     work->activation = grown(work->activation, &work->activation_size,

@@ -106,7 +106,7 @@ compute:
             int expert = ready[i] - base;
             Slot *slot = find(e, ready[i]);
             slot->fresh = 0;
-            chosen[i] = &m->experts[slot - e->slots];
+            chosen[i] = &m->experts[row][slot - e->slots];
             counts[i] = starts[expert + 1] - starts[expert];
             for (int u = starts[expert]; u < starts[expert + 1]; u++) {
                 rows[total] = order[u] / k;

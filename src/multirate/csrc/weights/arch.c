@@ -31,6 +31,9 @@ static const Arch archs[] = {
     {"avx_vnni", has_avx_vnni, &avx_vnni_vectors, &avx_vnni_bytes},
     {"avx2", has_avx2, &avx2_vectors, &avx2_bytes},
 #endif
+#if defined(__aarch64__)
+    {"neon", has_neon, &generic_vectors, &neon_bytes},
+#endif
     {"generic", everywhere, &generic_vectors, &generic_bytes},
 };
 

@@ -31,7 +31,7 @@ typedef struct {
     ByteProduct product[WEIGHT_FORMATS]; // NULL: not of quantised weights
 } Bytes;
 
-extern const Bytes generic_bytes, avx2_bytes, avx_vnni_bytes, avx512_vnni_bytes;
+extern const Bytes generic_bytes, avx2_bytes, avx_vnni_bytes, avx512_vnni_bytes, neon_bytes;
 
 typedef struct {
     const char *name;

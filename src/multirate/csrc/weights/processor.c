@@ -1,7 +1,13 @@
 #include "processor.h"
 
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #if defined(__x86_64__)
 #include <cpuid.h>
+
+// By cpuid's bits: not every compiler has names for all of them.
 
 enum { EAX, EBX, ECX, EDX };
 #define BIT(n) (1u << (n))
@@ -47,6 +53,16 @@ static ProcessorKind find_kind(void) {
     return has(7, 0, EDX, BIT(8)) ? AMD_ZEN_5 : AMD_AVX512; // VP2INTERSECT
 }
 #else
+#if defined(__aarch64__)
+int has_neon(void) {
+#if defined(__linux__)
+    return (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) != 0;
+#else
+    return 1; // all of Apple's have them
+#endif
+}
+#endif
+
 static ProcessorKind find_kind(void) {
     return OTHER_KIND;
 }

@@ -1,4 +1,4 @@
-// What this processor is, by cpuid's bits: not every compiler knows names for all of them.
+// What this processor has.
 #ifndef MULTIRATE_PROCESSOR_H
 #define MULTIRATE_PROCESSOR_H
 
@@ -8,6 +8,8 @@ int has_avx2(void);
 int has_avx_vnni(void);
 int has_avx512(void);
 int has_avx512_vnni(void);
+#elif defined(__aarch64__)
+int has_neon(void); // with dot products
 #endif
 
 // Kinds that differ in what they fetch from memory by themselves (arch.h, lines_ahead).

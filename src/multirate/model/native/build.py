@@ -33,15 +33,20 @@ FLAGS = (
 
 _AVX2 = ("-march=haswell",)
 _AVX512 = (*_AVX2, *(f"-mavx512{part}" for part in ("f", "bw", "dq", "vl", "cd")))
-TARGETS: dict[str, tuple[str, ...]] = {
-    "avx2": _AVX2,
-    "avx_vnni": (*_AVX2, "-mavxvnni"),
-    "avx512": _AVX512,
-    "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86": {
+        "avx2": _AVX2,
+        "avx_vnni": (*_AVX2, "-mavxvnni"),
+        "avx512": _AVX512,
+        "avx512_vnni": (*_AVX512, "-mavx512vnni"),
+    },
+    "arm": {"neon": ()},
 }
-"""The instruction sets of x86 processors, and what makes a compiler use them. (zig reads names with
-a hyphen, such as skylake-avx512, in its own way.)
+"""The instruction sets of a kind of processor, and what makes a compiler use them. (zig reads names
+with a hyphen, such as skylake-avx512, in its own way.)
 """
+
+_KINDS = {"x86_64": "x86", "AMD64": "x86", "aarch64": "arm", "arm64": "arm"}
 
 ZIG = (sys.executable, "-m", "ziglang", "cc")
 
@@ -77,22 +82,23 @@ def source_digest() -> str:
 
 def units(machine: str) -> list[Unit]:
     """What the library consists of on a machine, as `platform.machine()` has it."""
-    targets = TARGETS if machine in ("x86_64", "AMD64") else {}
+    own = _KINDS.get(machine)
     made: list[Unit] = []
     for source in sources():
         if source.suffix != ".c":
             continue
         place = source.relative_to(SOURCE_FOLDER).with_suffix("").as_posix().replace("/", ".")
-        if source.name == "vectors.c":
+        kind, _, target = source.stem.partition("_")
+        if source.name == "vectors.c":  # on Arm, every processor has what it needs
+            targets = TARGETS["x86"] if own == "x86" else {}
             made += [
                 Unit(f"{place}.{target}", source, (f"-DVECTORS={target}_vectors", *flags))
                 for target, flags in {"generic": (), **targets}.items()
             ]
         elif source.name == "digest.c":
             made.append(Unit(place, source, (f'-DSOURCE_DIGEST="{source_digest()}"',)))
-        elif source.name.startswith("x86_"):
-            target = source.stem.removeprefix("x86_")
-            made += [Unit(place, source, targets[target])] if targets else []
+        elif kind in TARGETS:
+            made += [Unit(place, source, TARGETS[kind][target])] if kind == own else []
         else:
             made.append(Unit(place, source))
     return made
@@ -113,7 +119,8 @@ def _run(command: Sequence[str], made: Path) -> None:
     if done.returncode or not made.is_file():
         said = done.stderr.decode(errors="replace").strip()  # in the encoding of any locale
         what = f"exit code {done.returncode}" if done.returncode else "it wrote no file"
-        raise BuildFailed(said.splitlines()[-1] if done.returncode and said else what)
+        lines = said.splitlines() or [what]
+        raise BuildFailed(next((line for line in lines if "error" in line), lines[-1]))
 
 
 def find_compiler(chosen: str) -> tuple[str, ...] | None:

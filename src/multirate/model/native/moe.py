@@ -21,15 +21,17 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import abi
 from multirate.model.native.decoder import NativeDecoder
 from multirate.model.native.families import MIXTURES
-from multirate.model.native.packing import Owner, interleave_gate_up, padded
+from multirate.model.native.packing import Owner, padded
 from multirate.model.noise import Noise
+from multirate.model.quantised import weight_of
 from multirate.model.rows import Rows
 
 MOE_FAMILIES = tuple(MIXTURES)
 
 
-ComputeExperts = Callable[[Sequence[tuple[int, Mapping[str, Tensor]]]], None]
-"""Computes with some of the experts that were asked for: (expert, weights) of each."""
+ComputeExperts = Callable[[Sequence[tuple[int, int]]], None]
+"""Computes with some of the experts that were asked for: (expert, the slot that it is in) of each.
+"""
 
 
 KernelCall = tuple[Any, ...]
@@ -58,35 +60,14 @@ class ExpertProvider(Protocol):
         """Hands every needed expert of the row-th mixture layer to `compute` once, in any order and
         grouping.
 
-        weights: "gate_up_proj" and "down_proj" as `pack_expert` makes them, unchanged until compute
-        returns. residual [N, d]: the stream after this layer's attention; routing: experts int64
-        [N, k] and their weights fp32 [N, k].
+        A slot is unchanged until compute returns. residual [N, d]: the stream after this layer's
+        attention; routing: experts int64 [N, k] and their weights fp32 [N, k].
         """
         ...
 
-
-def pack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """gate_up [2I, H], down [H, I] → the same numbers (bf16) as the kernel reads them
-    (csrc/gemm.c).
-    """
-    gate, up = gate_up.chunk(2)
-    return {"gate_up_proj": _packed(interleave_gate_up(gate, up)), "down_proj": _packed(down)}
-
-
-def unpack_expert(gate_up: Tensor, down: Tensor) -> dict[str, Tensor]:
-    """The inverse of `pack_expert`."""
-    rows = _unpacked(gate_up).unflatten(0, (-1, 2, 32)).transpose(0, 1)
-    return {"gate_up_proj": rows.flatten(0, 2), "down_proj": _unpacked(down)}
-
-
-def _packed(weight: Tensor) -> Tensor:
-    outputs, inputs = weight.shape
-    return weight.reshape(-1, 4, 16, inputs // 2, 2).permute(0, 3, 1, 2, 4).reshape(outputs, inputs)
-
-
-def _unpacked(weight: Tensor) -> Tensor:
-    outputs, inputs = weight.shape
-    return weight.reshape(-1, inputs // 2, 4, 16, 2).permute(0, 2, 3, 1, 4).reshape(outputs, inputs)
+    def expert(self, row: int, slot: int) -> abi.CData:
+        """The kernel's view of what a slot holds, an expert of this row."""
+        ...
 
 
 def expert_tiles(hidden: int, intermediate: int) -> bool:
@@ -116,7 +97,6 @@ class NativeMoEDecoder(NativeDecoder):
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider
-        self._experts: dict[int, abi.CData] = {}
         super().__init__(model)
         moe = [layer.moe for layer in self._layers]
         self.row_of = {
@@ -132,7 +112,9 @@ class NativeMoEDecoder(NativeDecoder):
         config: Any = model.config
         self.normalise = int(getattr(config, "norm_topk_prob", True))
         self._layer_of = list(self.row_of)
-        self._router_weights = {i: self._owner.linear(moe[i].router.weight) for i in self.row_of}
+        self._router_weights = {
+            i: self._owner.linear(weight_of(moe[i].router)) for i in self.row_of
+        }
         self.routers = self._router_weights
         self._kept: _Routing | None = None
         self.running: tuple[Rows, Any] | None = (
@@ -232,11 +214,11 @@ class NativeMoEDecoder(NativeDecoder):
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
             begin = i + 1
 
-    def mixture(self, experts: Sequence[Mapping[str, Tensor]]) -> KernelMixture:
-        """What the kernel's passes need of this model. experts: of each slot, its record's
-        fields.
+    def mixture(self, experts: abi.CData) -> KernelMixture:
+        """What the kernel's passes need of this model. experts: of each row, what its slots
+        hold.
         """
-        return KernelMixture(self, [self._expert(record) for record in experts])
+        return KernelMixture(self, experts)
 
     def next_tokens(
         self,
@@ -284,9 +266,11 @@ class NativeMoEDecoder(NativeDecoder):
         uses = _Uses(routing.ids)
         normed, parts = routing.addresses[0], abi.tensor(routing.parts)
 
-        def compute(found: Sequence[tuple[int, Mapping[str, Tensor]]]) -> None:
+        row, provider = self.row_of[layer], self._provider()
+
+        def compute(found: Sequence[tuple[int, int]]) -> None:
             counts, wanted, places = uses.of([expert for expert, _ in found])
-            records = abi.ffi.new("Expert *[]", [self._expert(record) for _, record in found])
+            records = abi.ffi.new("Expert *[]", [provider.expert(row, slot) for _, slot in found])
             self._library.mr_experts(
                 self._work,
                 records,
@@ -298,7 +282,7 @@ class NativeMoEDecoder(NativeDecoder):
                 parts,
             )
 
-        self._provider().run(self.row_of[layer], uses.experts, compute, x, routing.chosen)
+        provider.run(row, uses.experts, compute, x, routing.chosen)
         self._library.mr_combine(
             parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.tensor(x)
         )
@@ -313,38 +297,20 @@ class NativeMoEDecoder(NativeDecoder):
         dtype = next(module.parameters()).dtype
         x[index] += module(normed[index].to(dtype)).float()
 
-    def _expert(self, record: Mapping[str, Tensor]) -> abi.CData:
-        """The kernel's view of a record, made once for each place in memory that records are read
-        into.
-        """
-        gate_up, down = record["gate_up_proj"], record["down_proj"]
-        place = abi.address(abi.tensor(gate_up))
-        found = self._experts.get(place)
-        if found is None or found.down.weight != abi.tensor(down):
-            found = abi.new("Expert", gate_up=_linear(gate_up), down=_linear(down))
-            self._experts[place] = found
-        return found
-
-
-def _linear(packed: Tensor) -> abi.CData:
-    return abi.new(
-        "Linear", weight=abi.packed(packed), inputs=packed.shape[1], outputs=packed.shape[0]
-    )
-
 
 class KernelMixture:
     """A decoder's layers and routers, and the experts of each slot, as abi.h has them. Outlived by
     the decoder.
     """
 
-    def __init__(self, decoder: NativeMoEDecoder, experts: Sequence[abi.CData]) -> None:
+    def __init__(self, decoder: NativeMoEDecoder, experts: abi.CData) -> None:
         info = decoder.info
         self._routers = abi.ffi.new("Linear *[]", list(decoder.routers.values()))
         self._norms = abi.ffi.new("float *[]", [abi.at(one) for one in decoder.norms.values()])
         self._row_of = np.array(
             [decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32
         )
-        self._experts = abi.array("Expert", experts)
+        self._experts = experts
         routers = abi.new(
             "Routers",
             routers=self._routers,

@@ -39,6 +39,13 @@ class Run:
     count: int
 
 
+def gates_and_ups(count: int) -> list[Run]:
+    """So many gates, part 0, and as many ups, part 1, in the order in which they are packed."""
+    return [
+        Run(part, begin, HALF_GROUP) for begin in range(0, count, HALF_GROUP) for part in (0, 1)
+    ]
+
+
 def padded(count: int) -> int:
     return -(-count // GROUP) * GROUP
 
@@ -73,13 +80,15 @@ class Slabs:
     one in a virtual machine (lab/notes/decode-loop.md).
     """
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
+    def __init__(self, first: Tensor | None = None) -> None:
+        """first: memory to take before any other, uint8, aligned to cache lines."""
+        none = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._free = none if first is None else first
 
     def room(self, size: int) -> Tensor:
         """So many bytes that are not taken yet, aligned to cache lines."""
-        if self._free.numel() < _lines(size):
-            block = large_pages(max(SLAB, _lines(size)) + HUGE_PAGE)
+        if self._free.numel() < lines(size):
+            block = large_pages(max(SLAB, lines(size)) + HUGE_PAGE)
             self._free = torch.frombuffer(block, dtype=torch.uint8)
             self._free = self._free[-abi.address(abi.tensor(self._free)) % HUGE_PAGE :]
         return self._free[:size]
@@ -87,7 +96,7 @@ class Slabs:
     def take(self, size: int) -> Tensor:
         """The first bytes of `room`, which nobody else gets."""
         place = self.room(size)
-        self._free = self._free[_lines(size) :]
+        self._free = self._free[lines(size) :]
         return place
 
     def copy(self, tensor: Tensor) -> Tensor:
@@ -96,7 +105,7 @@ class Slabs:
         return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _lines(size: int) -> int:
+def lines(size: int) -> int:
     """Bytes of the cache lines that so many are in."""
     return -(-size // 64) * 64
 
@@ -156,12 +165,7 @@ class Owner:
 
     def gate_up(self, gate: Weight, up: Weight) -> abi.CData:
         """Gates [I, in] and ups [I, in], by turns 32 of each, so that a group has both."""
-        runs = [
-            Run(part, begin, HALF_GROUP)
-            for begin in range(0, len_of(gate), HALF_GROUP)
-            for part in (0, 1)
-        ]
-        return self._linear([gate, up], runs, None)
+        return self._linear([gate, up], gates_and_ups(len_of(gate)), None)
 
     def _linear(
         self, parts: Sequence[Weight], runs: Sequence[Run], bias: Tensor | None
@@ -266,7 +270,8 @@ class Owner:
             abi.packed(place),
             abi.packed(scale),
         )
-        if bad >= 0 and self.format is None:  # in a draft it shows, and drafting stops
+        draft = self.format is not None and self.format.quantised
+        if bad >= 0 and not draft:  # in a draft it shows, and drafting stops
             part, row = _row_of(runs, bad)
             raise UserError(
                 f"{parts[part].place} is damaged: a scale of its row {row} is not finite; download "

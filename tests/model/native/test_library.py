@@ -237,7 +237,9 @@ def test_a_wheels_library_is_used_if_it_has_these_sources(
         subprocess.run([compiler, "-shared", "-fPIC", source, "-o", made], check=True)
         monkeypatch.setattr(library, "PACKAGED", made)
         assert (library._packaged() is not None) == used
-    made.write_text("no library")
+    broken = tmp_path / "broken.so"
+    broken.write_text("no library")
+    monkeypatch.setattr(library, "PACKAGED", broken)
     assert library._packaged() is None
 
 

@@ -50,7 +50,7 @@ lint: $(READY)
 
 # Wheels for Linux with glibc 2.28 or later, with the kernel in them. zig compiles for both kinds of machines.
 wheels: $(READY)
-	$(PIP) hatchling ziglang
+	$(PIP) ziglang
 	rm -rf dist
 	MULTIRATE_WHEEL_FOR=x86_64 $(BIN)/python -m hatchling build -t wheel
 	MULTIRATE_WHEEL_FOR=aarch64 $(BIN)/python -m hatchling build -t wheel

@@ -4,8 +4,11 @@ process of its own.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -221,3 +224,26 @@ def test_other_processors_get_what_their_compiler_can_make() -> None:
     assert not any("x86" in unit.name for unit in units)
     names = [unit.name for unit in build.units("x86_64")]
     assert len(names) == len(set(names)) > len(units)
+
+
+def test_a_wheels_library_is_used_if_it_has_these_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one function: others are looked up when they are called."""
+    [compiler] = build.find_compiler("cc") or pytest.skip("needs a C compiler")
+    for digest, used in ((build.source_digest(), True), ("of others", False)):
+        source, made = tmp_path / "digest.c", tmp_path / f"{used}.so"
+        source.write_text(f'const char *mr_source_digest(void) {{ return "{digest}"; }}\n')
+        subprocess.run([compiler, "-shared", "-fPIC", source, "-o", made], check=True)
+        monkeypatch.setattr(library, "PACKAGED", made)
+        assert (library._packaged() is not None) == used
+    made.write_text("no library")
+    assert library._packaged() is None
+
+
+def test_zig_compiles_where_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert build.find_compiler("cc") == (sys.executable, "-m", "ziglang", "cc")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert build.find_compiler("cc") is None

@@ -30,6 +30,9 @@ from multirate.model.machine import usable_processors
 from multirate.model.native import abi, build
 from multirate.model.time_split import TimeSplit
 
+PACKAGED = Path(__file__).with_name("kernel.so")
+"""Where a wheel has the library (hatch_build.py)."""
+
 
 class NativeUnavailable(RuntimeError):
     """Why the native kernel cannot be used here. mend: what the user can do about it; "": it was
@@ -81,10 +84,9 @@ def _kept(folder: Path, pattern: str) -> abi.CData | None:
 
 def _packaged() -> abi.CData | None:
     """The library that a wheel brought, if it was built from these sources."""
-    place = Path(__file__).with_name("kernel.so")
-    if place.is_file():
+    if PACKAGED.is_file():
         with contextlib.suppress(OSError):  # of another kind of system
-            library = _open(place)
+            library = _open(PACKAGED)
             if abi.ffi.string(library.mr_source_digest()) == build.source_digest().encode():
                 return library
     return None

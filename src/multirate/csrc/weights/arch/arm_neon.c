@@ -2,14 +2,7 @@
 // meet a word of each row in one instruction.
 #include "../arch.h"
 
-// Not by a flag: gcc, clang and zig name the processors that have dot products differently.
-#if defined(__clang__)
 #include <arm_neon.h>
-#pragma clang attribute push(__attribute__((target("dotprod"))), apply_to = function)
-#else
-#pragma GCC target("arch=armv8.2-a+dotprod")
-#include <arm_neon.h>
-#endif
 
 #define LANES_NEON 8 // rows of a tile at most: each takes two of 32 registers
 
@@ -51,6 +44,12 @@ static inline float32x4_t signed_bytes_at(const uint8_t *from) {
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(four)))));
 }
 
+// In assembly, as compilers differ in how they are asked for the instruction.
+static inline int32x4_t dot(int32x4_t sum, int8x16_t a, int8x16_t b) {
+    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b" : "+w"(sum) : "w"(a), "w"(b));
+    return sum;
+}
+
 // Adds lines [from, to) of a block to sums, for each row.
 static inline __attribute__((always_inline)) void add_lines(const uint8_t *block, int bits,
                                                             int from, int to, const int32_t *words,
@@ -58,8 +57,7 @@ static inline __attribute__((always_inline)) void add_lines(const uint8_t *block
     for (int k = from; k < to; k++) {
         int8x16_t line = line_of(block, bits, k);
         for (int n = 0; n < rows; n++)
-            sums[n] =
-                vdotq_s32(sums[n], line, vreinterpretq_s8_s32(vdupq_n_s32(words[k * rows + n])));
+            sums[n] = dot(sums[n], line, vreinterpretq_s8_s32(vdupq_n_s32(words[k * rows + n])));
     }
 }
 static inline __attribute__((always_inline)) void begin_sums(const int32_t *start, int rows,
@@ -171,6 +169,3 @@ const Bytes neon_bytes = {
      [WEIGHTS_Q5_K] = q5_k,
      [WEIGHTS_Q6_K] = q6_k},
 };
-#if defined(__clang__)
-#pragma clang attribute pop
-#endif

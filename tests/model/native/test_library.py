@@ -18,7 +18,8 @@ from native_kernel import on_arch, skip_without_kernel
 from multirate.errors import UserError
 from multirate.model.native import abi, build, library
 
-START = """
+WITHOUT_ZIG = "import sys; sys.modules['ziglang'] = None\n"
+START = f"""{WITHOUT_ZIG}
 from multirate.model.native import abi, build, library
 from multirate.model.load import load_decoder
 from multirate.hub import load_model
@@ -126,7 +127,7 @@ def test_processes_that_build_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_line_says_it_and_what_follows(tmp_path: Path) -> None:
-    code = "import sys; from multirate.cli.main import run; sys.exit(run())"
+    code = f"{WITHOUT_ZIG}from multirate.cli.main import run; sys.exit(run())"
     words = ["generate", "-p", "A", "-n", "2", "--speculate", "never"]
     done = run(code, *words, env={**os.environ, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER})
     assert done.returncode == 0, done.stderr

@@ -20,7 +20,6 @@ from multirate.model.native import abi, build, library
 
 WITHOUT_ZIG = "import sys; sys.modules['ziglang'] = None\n"
 START = f"""{WITHOUT_ZIG}
-from multirate.model.native import abi, build, library
 from multirate.model.load import load_decoder
 from multirate.hub import load_model
 model = load_model("tiny", dtype="bfloat16").model

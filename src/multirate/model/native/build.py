@@ -119,7 +119,7 @@ def _run(command: Sequence[str], made: Path) -> None:
     if done.returncode or not made.is_file():
         said = done.stderr.decode(errors="replace").strip()  # in the encoding of any locale
         what = f"exit code {done.returncode}" if done.returncode else "it wrote no file"
-        lines = said.splitlines() or [what]
+        lines = said.splitlines() if done.returncode and said else [what]
         raise BuildFailed(next((line for line in lines if "error" in line), lines[-1]))
 
 

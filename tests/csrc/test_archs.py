@@ -289,7 +289,7 @@ def test_logits_that_are_refined(kind: str) -> None:
     same_bits(compute)
 
 
-@pytest.mark.parametrize("inputs", [64, 248, 704])
+@pytest.mark.parametrize("inputs", [64, 240, 704])
 @pytest.mark.parametrize("layout", [None, BF16, INT16, INT12], ids=str)
 @pytest.mark.parametrize("rows", [1, 4, 7, 25])
 def test_dense_products(inputs: int, layout: WeightFormat | None, rows: int) -> None:

@@ -130,7 +130,8 @@ def test_the_command_line_says_it_and_what_follows(tmp_path: Path) -> None:
     words = ["generate", "-p", "A", "-n", "2", "--speculate", "never"]
     done = run(code, *words, env={**os.environ, "MULTIRATE_CACHE": str(tmp_path), **NO_COMPILER})
     assert done.returncode == 0, done.stderr
-    assert [line[:41] for line in done.stderr.splitlines()] == [
+    # on some processors a third says that torch's logits depend on the length of a pass
+    assert [line[:41] for line in done.stderr.splitlines()][:2] == [
         "note: the native kernel is not used becau",
         "note: expanding the quantised weights to ",
     ]

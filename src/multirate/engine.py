@@ -93,8 +93,8 @@ def attach(
         "auto" uses the kernel if it can run the model.
     tokenizer: needed for stop strings and for that measurement. A model loaded by name brings its
         own.
-    experts: for a mixture of experts given by name: the store (`multirate pack`) to read its experts from
-        as they are needed.
+    experts: for a mixture of experts given by name: the store (`multirate pack`) to read its
+        experts from as they are needed.
     expert_memory: how much memory the experts may use, such as "2GB" (default: all of them). This
         and the next two need experts on disk.
     expert_policy: see experts/named_policies.py (default: aot).

@@ -389,7 +389,7 @@ typedef struct {
     const Shape *shape;
     const Layer *layers;
     Routers routers;
-    const int32_t *row_of; // [layers], -1: not a mixture
+    const int32_t *row_of;        // [layers], -1: not a mixture
     const Expert *const *experts; // [rows][slots]: what a slot holds, if it is of this row
 } Mixture;
 

@@ -19,6 +19,7 @@ _ARCHS = (
     ("avx512", {"avx512bw"}),
     ("avx_vnni", {"avx2", "fma", "avx_vnni"}),
     ("avx2", {"avx2", "fma"}),
+    ("neon", {"asimddp"}),
 )
 """The instruction sets of csrc/weights/arch.c, best first, and the processor flags that tell them
 apart.
@@ -65,7 +66,7 @@ def _arch() -> str:
     flags: set[str] = set()
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):  # of x86, of Arm
                 flags = set(line.split())
                 break
     except OSError:  # not Linux

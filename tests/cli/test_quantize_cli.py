@@ -39,6 +39,10 @@ def test_a_model_is_written_measured_and_run(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["info", "tiny", "--weights", "q8_0"])
     cost = re.search(r"cost of weights +perplexity ([\d.]+)", shown.output)
     assert cost and abs(float(cost[1]) / full - 1) < 0.01
+    on_load = CliRunner().invoke(
+        app, ["generate", "tiny", "-p", "hi", "-n", "4", "--weights", "q8_0"]
+    )
+    assert "`multirate info tiny --weights q8_0` measures" in on_load.stderr
     answer = CliRunner().invoke(app, ["generate", str(out), "-p", "hi", "-n", "4"])
     assert answer.exit_code == 0, (answer.output, answer.exception)
     assert "perplexity" not in done("tiny", out, "--force", "--no-check")

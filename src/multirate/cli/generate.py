@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from multirate.cli import help, options
-from multirate.errors import UserError
+from multirate.errors import UserError, say_once
 from multirate.io import decoded, read_text
 
 ENDINGS = {
@@ -155,6 +155,8 @@ def command(
     from multirate.experts.named_policies import parse_bytes, policy_named
     from multirate.hub import reference_accelerators
     from multirate.methods.spec import PLAIN, recommended
+    from multirate.model.quantised import ON_LOAD
+    from multirate.named_models import DEFAULT
 
     numbers = {
         "temperature": temperature,
@@ -172,6 +174,11 @@ def command(
     if experts is None and expert_memory is not None:
         raise UserError("--expert-memory needs --experts FOLDER, a store made with multirate pack")
     loaded = options.load(model, dtype, device, experts, weights=weights)
+    if weights in ON_LOAD:
+        say_once(
+            f"the text is that of the model in {weights.upper()}; `multirate info "
+            f"{model or DEFAULT} --weights {weights}` measures how close it is to the full model"
+        )
     engine = attach(
         loaded,
         backend=backend,

@@ -72,7 +72,7 @@ def test_the_loss_gives_each_head_the_texts_tokens(prefix: bool) -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # a prompt
     mask[1, 7:] = False  # padding
-    loss, report = HydraObjective(teacher, heads, step_decay=0.5)(tokens, mask)
+    loss, report = HydraObjective(teacher, heads)(tokens, mask)
     model = teacher.head.logits(teacher.slow(tokens, 0).normed).log_softmax(-1)
     rows = [(0, t) for t in range(6, 9)] + [(1, t) for t in range(2, 7)]
     wanted = []
@@ -81,7 +81,7 @@ def test_the_loss_gives_each_head_the_texts_tokens(prefix: bool) -> None:
         pairs = zip(rows, students, strict=True)
         kl = [(model[b, t].exp() * (model[b, t] - student)).sum() for (b, t), student in pairs]
         wanted.append(torch.stack(kl).mean())
-    torch.testing.assert_close(loss, wanted[0] + 0.5 * wanted[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, wanted[0] + 0.8 * wanted[1], atol=1e-4, rtol=1e-4)
     assert report.result.agree.shape == (2, 8)
 
 

@@ -91,7 +91,6 @@ def texts(tmp_path_factory):
     given_texts=st.booleans(),
     fuse=st.booleans(),
     tapped=st.booleans(),
-    own_head=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
     decoders,
@@ -110,7 +109,6 @@ def test_greedy_is_the_base_token_for_token(
     given_texts,
     fuse,
     tapped,
-    own_head,
 ):
     if backend not in decoders:
         skip_without_kernel()
@@ -119,7 +117,6 @@ def test_greedy_is_the_base_token_for_token(
         "draft_vocab": reduced,
         "fuse": fuse,
         "taps": taps_of(preset, gate) if tapped else (),
-        "own_head": own_head,
     }
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     drafter = M2R2Drafter(
@@ -340,7 +337,6 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     drafts=st.sampled_from(["coupled", "likeliest"]),
     fuse=st.booleans(),
     tapped=st.booleans(),
-    own_head=st.booleans(),
     sampled_candidates=st.integers(1, 4),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
@@ -361,7 +357,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     drafts,
     fuse,
     tapped,
-    own_head,
     sampled_candidates,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
@@ -374,7 +369,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         "draft_vocab": reduced,
         "fuse": fuse,
         "taps": taps_of(preset, gate) if tapped else (),
-        "own_head": own_head,
     }
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     config = M2R2DecodeConfig(

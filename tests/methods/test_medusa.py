@@ -63,7 +63,7 @@ def test_the_loss_compares_head_k_with_the_model_k_rows_later() -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # a prompt
     mask[1, 7:] = False  # padding
-    loss, report = MedusaObjective(teacher, heads, step_decay=0.5)(tokens, mask)
+    loss, report = MedusaObjective(teacher, heads)(tokens, mask)
     normed = teacher.slow(tokens, 0).normed
     model = teacher.head.logits(normed).log_softmax(-1)
     wanted = []
@@ -72,7 +72,7 @@ def test_the_loss_compares_head_k_with_the_model_k_rows_later() -> None:
         rows = [(0, t) for t in range(6, 9)] + [(1, t) for t in range(2, 7)]
         kl = [(model[b, t].exp() * (model[b, t] - drafted[b, t - k])).sum() for b, t in rows]
         wanted.append(torch.stack(kl).mean())
-    torch.testing.assert_close(loss, wanted[0] + 0.5 * wanted[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, wanted[0] + 0.8 * wanted[1], atol=1e-4, rtol=1e-4)
     assert report.result.agree.shape == (2, 8)
 
 

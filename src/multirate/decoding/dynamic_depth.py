@@ -184,8 +184,6 @@ class DynamicDepthStep(Step):
                 logits = logits[out]
             elif stop < layers:
                 logits = policy.logits(decoder, stop, shown[out])
-            elif policy.checks_waiting:
-                logits = self._final_logits(decoder, [going[b].hidden for b in left], left)
             else:
                 logits = decoder.logits(last[out])
             tokens.update(zip(left, session.sampler.choose(logits, left), strict=True))
@@ -197,14 +195,6 @@ class DynamicDepthStep(Step):
             if not going:
                 break
         return tokens
-
-    def _final_logits(self, decoder: Decoder, hidden: list[Tensor], seqs: list[int]) -> Tensor:
-        """Logits [n, V] of the sequences' last tokens. hidden [m, d] of each: h_L of those that
-        waited, too, whose logits the policy is shown.
-        """
-        logits = decoder.logits(torch.cat(hidden)).split([len(h) for h in hidden])
-        self.policy.final_logits(logits, seqs)
-        return torch.cat([rows[-1:] for rows in logits])
 
     def _leave(self, session: Session, parts: list[_Pending], seqs: list[int]) -> None:
         """The rows left above the last layer: their K/V of the layers above are filled in, or

@@ -68,7 +68,7 @@ class Training:
     module: type[nn.Module]
     """Class of its modules, built as module(config, base)."""
     objective: Callable[..., Objective]
-    """objective(teacher, modules, step_decay): the `Objective` to minimise
+    """objective(teacher, modules): the `Objective` to minimise
     (methods/common/objective.py).
     """
     configure: Callable[..., MethodConfig] | None = None
@@ -87,7 +87,7 @@ class Training:
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
         """The config for a base model. Raises UserError for options that cannot be used."""
-        make: Any = self.configure or self.config.for_base  # type: ignore[attr-defined]
+        make: Any = self.configure or self.config.for_base
         return make(base, **options)
 
     def build(self, config: Any, base: BaseShape, device: str = "cpu") -> Any:

@@ -20,11 +20,8 @@ class CalmObjective(Objective):
     predicts = "exits"
     has_early_exit = False  # the students are the base's own exits
 
-    def __init__(
-        self, teacher: Teacher, classifiers: ExitClassifiers, step_decay: float = 0.8
-    ) -> None:
+    def __init__(self, teacher: Teacher, classifiers: ExitClassifiers) -> None:
         super().__init__()
-        del step_decay  # one step only
         self.classifiers = classifiers
         self._teacher = [teacher]
 

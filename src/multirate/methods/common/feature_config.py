@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
@@ -45,7 +45,6 @@ class FeatureConfig(MethodConfig):
         self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
 
     def check_base(self, base: BaseShape) -> None:
-        """Raises UserError for a config that does not fit ``base``."""
         self.require_draft_vocab(base.vocab_size)
 
     @classmethod
@@ -61,10 +60,3 @@ class FeatureConfig(MethodConfig):
             "rope_theta": base.rope_theta,
             "draft_vocab": default_draft_vocab(base.vocab_size),
         }
-
-    @classmethod
-    def for_base(cls, base: BaseShape, **options: Any) -> Self:
-        """The defaults for a base model, with ``options`` replacing them."""
-        config = cls.from_json(cls.defaults(base) | options)
-        config.check_base(base)
-        return config

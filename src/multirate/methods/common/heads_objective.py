@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.objective import Objective, Report, Term, step_weight
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 
 RowsBefore = Callable[[Tensor, int], Tensor]
@@ -31,16 +31,16 @@ def taught_rows(mask: Tensor, count: int) -> tuple[Tensor, RowsBefore]:
 
 
 class HeadsObjective(Objective):
-    """KL to the full model, head k's weighted by `step_decay` to the power k - 1.
+    """KL to the full model, head k's weighted by `step_weight`.
 
     The papers' losses are other ones; this is that of the other methods here.
     """
 
     has_early_exit = False  # the heads read the last layer
 
-    def __init__(self, teacher: Teacher, count: int, step_decay: float) -> None:
+    def __init__(self, teacher: Teacher, count: int) -> None:
         super().__init__()
-        self.count, self.step_decay = count, step_decay
+        self.count = count
         self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
 
     @abstractmethod
@@ -57,7 +57,7 @@ class HeadsObjective(Objective):
     @property
     def terms(self) -> list[Term]:
         depth = self._teacher[0].shape.num_layers
-        return [Term(depth, k, self.step_decay ** (k - 1)) for k in range(1, self.count + 1)]
+        return [Term(depth, k, step_weight(k)) for k in range(1, self.count + 1)]
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None

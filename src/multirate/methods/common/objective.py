@@ -18,6 +18,11 @@ stay exact and small.
 """
 
 
+def step_weight(step: int) -> float:
+    """Loss weight of draft step 1, 2, …: each weighs 0.8 of the one before."""
+    return float(0.8 ** (step - 1))
+
+
 class Term(NamedTuple):
     """One (gate, draft step) of the loss and its weight."""
 

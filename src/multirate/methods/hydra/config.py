@@ -35,14 +35,12 @@ class HydraConfig(MethodConfig):
         self.require(1 <= self.layers <= 16, "layers", "a whole number from 1 to 16")
         self.require_draft_vocab()
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> HydraConfig:
-        """The defaults for a base model, with `options` replacing them."""
-        config = HydraConfig.from_json(
-            {"draft_vocab": default_draft_vocab(base.vocab_size)} | options
-        )
-        config.require_draft_vocab(base.vocab_size)
-        return config
+    def check_base(self, base: BaseShape) -> None:
+        self.require_draft_vocab(base.vocab_size)
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        return {"draft_vocab": default_draft_vocab(base.vocab_size)}
 
 
 @dataclass(frozen=True)

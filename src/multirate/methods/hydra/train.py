@@ -19,8 +19,8 @@ from multirate.methods.hydra.modules import HydraHeads
 class HydraObjective(HeadsObjective):
     """See HeadsObjective."""
 
-    def __init__(self, teacher: Teacher, heads: HydraHeads, step_decay: float = 0.8) -> None:
-        super().__init__(teacher, heads.config.heads, step_decay)
+    def __init__(self, teacher: Teacher, heads: HydraHeads) -> None:
+        super().__init__(teacher, heads.config.heads)
         self.heads = heads
 
     @property

@@ -24,9 +24,8 @@ class KangarooObjective(Objective):
     rows, and report.
     """
 
-    def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
+    def __init__(self, teacher: Teacher, adapter: KangarooAdapter) -> None:
         super().__init__()
-        del step_decay  # one step only
         self.stream = adapter
         self.exit = adapter.config.exit_layer
         self._teacher = [teacher]

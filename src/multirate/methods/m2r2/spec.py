@@ -12,12 +12,7 @@ from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeCo
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.tracing import M2R2Tracer
-from multirate.methods.m2r2.train import (
-    M2R2Objective,
-    start_from_least_squares,
-    start_head,
-    start_taps,
-)
+from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares, start_taps
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 
@@ -29,7 +24,7 @@ def _training(preset: str) -> Training:
         M2R2Objective,
         configure=configure,
         start=start_from_least_squares,
-        added={"features": start_taps, "head": start_head},
+        added={"features": start_taps},
     )
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from multirate.errors import UserError
 from multirate.methods.common.distillation import Distilled
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.objective import Objective, Report, Term, step_weight
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
 from multirate.model.hf.parts import MoEParts
@@ -67,12 +67,9 @@ class ExpertPredictorObjective(Objective):
 
     predicts = "experts"
 
-    def __init__(
-        self, teacher: Teacher, predictor: ExpertPredictor, step_decay: float = 0.8
-    ) -> None:
+    def __init__(self, teacher: Teacher, predictor: ExpertPredictor) -> None:
         super().__init__()
         self.stream = predictor
-        self._decay = step_decay
         self._teacher = [teacher]
         self._mixtures = [
             _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
@@ -88,7 +85,7 @@ class ExpertPredictorObjective(Objective):
         """By depth, then by layer."""
         depths = range(1, self.stream.config.ahead + 1)
         return [
-            Term(target.layer, depth, self._decay ** (depth - 1))
+            Term(target.layer, depth, step_weight(depth))
             for depth in depths
             for target in self._mixtures[depth:]
         ]

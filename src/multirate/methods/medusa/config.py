@@ -42,14 +42,12 @@ class MedusaConfig(MethodConfig):
         self.require(fits and nodes_of(self.widths) <= MAX_TREE_NODES, "widths", _ACCEPTED)
         self.require_draft_vocab()
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> MedusaConfig:
-        """The defaults for a base model, with `options` replacing them."""
-        config = MedusaConfig.from_json(
-            {"draft_vocab": default_draft_vocab(base.vocab_size)} | options
-        )
-        config.require_draft_vocab(base.vocab_size)
-        return config
+    def check_base(self, base: BaseShape) -> None:
+        self.require_draft_vocab(base.vocab_size)
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        return {"draft_vocab": default_draft_vocab(base.vocab_size)}
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from multirate.methods.medusa.modules import MedusaHeads
 class MedusaObjective(HeadsObjective):
     """See HeadsObjective."""
 
-    def __init__(self, teacher: Teacher, heads: MedusaHeads, step_decay: float = 0.8) -> None:
-        super().__init__(teacher, heads.config.heads, step_decay)
+    def __init__(self, teacher: Teacher, heads: MedusaHeads) -> None:
+        super().__init__(teacher, heads.config.heads)
         self.heads = heads
 
     @property

@@ -50,7 +50,7 @@ class SpecEEExits(DepthPolicy):
 
     def __init__(self, decoder: Decoder, module: SpecEE, settings: SpecEEDecodeConfig) -> None:
         self._decoder, self._threshold = decoder, settings.threshold
-        self._head = ExitHead(decoder, module.draft_tokens, settings.weights)
+        self._head = ExitHead(decoder, module.draft_tokens)
         self._rows = _head_rows(decoder)
         self._propose = _proposer(decoder, module)
         self._predictors = Predictors(module)

@@ -40,7 +40,6 @@ class TwoModelDrafter(Drafter):
         for b, limit in zip(seqs, limits, strict=True):
             text = sampler.tokens[b]
             drafted: list[int] = []
-            probs: list[Tensor] = []
             # rejected tokens lie behind the committed ones and are written over
             fresh = text[self.own.lengths[b] :]
             for depth in range(min(limit, self.max_nodes)):
@@ -51,13 +50,9 @@ class TwoModelDrafter(Drafter):
                 if depth == 0:
                     self.own.commit(b, len(fresh) - 1)
                 logits = model.logits(hidden[-1:])
-                if sampler.greedy:
-                    fresh = sampler.choose(logits, [b], [drafted])
-                else:
-                    probs.append(sampler.distribution(logits, [b], [drafted]))
-                    fresh = sampler.draw(probs[-1], [b])
+                fresh = sampler.choose(logits, [b], [drafted])
                 drafted = [*drafted, *fresh]
-            drafts.append(Draft.chain(drafted, probs=torch.cat(probs) if probs else None))
+            drafts.append(Draft.chain(drafted))
         return drafts
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -180,7 +175,9 @@ class TableDrafter(Drafter):
         tapped = verified.taps[self.taps[0]]
         assert len(tapped) == count
         self.tapped[seq].append(verified.of_path(tapped))
-        paths = draft.path_tokens()
+        paths: list[list[int]] = [[]]
+        for successor, parent in zip(draft.tokens, draft.parents, strict=True):
+            paths.append([*paths[parent], successor])
         for node in set(range(count)) - set(verified.path):
             text = [*self.before[seq], *paths[node]]
             self.rejected.append((text, verified.hidden[node], tapped[node]))

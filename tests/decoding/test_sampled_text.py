@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from multirate.decoding.acceptance import Exact
+from multirate.decoding.acceptance import accept_chosen
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
@@ -163,9 +163,9 @@ def test_rows_that_are_not_reached_are_not_chosen() -> None:
     logits[0], logits[2] = torch.tensor([0.0, 0, 0, 0, 40]), torch.tensor([0.0, 40, 0, 0, 0])
     sampler = Sampler(SamplingSettings(1.0, seed=0), [[1]])
     draft = Draft([2, 4, 3], [0, 0, 2])
-    assert Exact()(sampler, [0], [draft], logits) == [([0, 2], 1)]
+    assert accept_chosen(sampler, [0], [draft], logits) == [([0, 2], 1)]
     with pytest.raises(UserError, match="not finite"):
-        Exact()(sampler, [0], [Draft([4, 4], [0, 0])], logits)
+        accept_chosen(sampler, [0], [Draft([4, 4], [0, 0])], logits)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])

@@ -225,10 +225,6 @@ def test_refusals() -> None:
         ({"width": 17}, "'width' is 17"),
         ({"depth": 0}, "'depth' is 0; accepted: null, or at least 1"),
         ({"draft_threshold": 1.5}, "'draft_threshold' is 1.5; accepted: a number from 0 to 1"),
-        (
-            {"epsilon": 0.1},
-            "'epsilon' is 0.1; accepted: null, or set together with acceptance=typical",
-        ),
     ):
         with pytest.raises(UserError, match=message):
             drafter_for(model, decoder, **settings)

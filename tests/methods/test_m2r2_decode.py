@@ -203,17 +203,16 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@pytest.mark.parametrize("drafts", ["coupled", "likeliest"])
 @pytest.mark.parametrize(
     "sampling", [*SAMPLINGS[1:], SamplingSettings(1.0, repetition_penalty=1.3)]
 )
-def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
+def test_sampled_text_is_plain_decodings(decoders, backend, sampling):
     """Token for token, in trees, in chains (with a penalty), in a batch and alone."""
     if backend not in decoders:
         skip_without_kernel()
     decoder, sampling = decoders[backend], replace(sampling, seed=5)
     stream, stop = stream_of(LLAMA, "m2r2-carry", rank=8), StopSettings(max_new_tokens=12)
-    config = replace(EAGER_TREE, drafts=drafts, lookup=3)
+    config = replace(EAGER_TREE, lookup=3)
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         step = SpeculativeStep(M2R2Drafter(decoder, stream, config))
@@ -223,14 +222,13 @@ def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
         assert generate(decoder, step, prompts, stop=stop).sequences == greedy.sequences
 
 
-@pytest.mark.parametrize("drafts", ["coupled", "drawn"])
 @pytest.mark.parametrize("repetition", [1.0, 1.3])
-def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition, drafts):
+def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     drafter = M2R2Drafter(
         decoders["hf"],
         stream,
-        M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
+        M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0),
     )
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
     out = generate(
@@ -246,8 +244,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition, drafts)
     assert out.sequences[0] == one.sequences[0]
 
 
-@pytest.mark.parametrize("drafts", ["coupled", "likeliest", "drawn"])
-def test_sampling_keeps_the_base_distribution(decoders, drafts):
+def test_sampling_keeps_the_base_distribution(decoders):
     """χ² of the second and third token over many seeds against the base's own probabilities."""
     from scipy import stats
 
@@ -258,7 +255,7 @@ def test_sampling_keeps_the_base_distribution(decoders, drafts):
     drafter = M2R2Drafter(
         decoder,
         stream,
-        M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
+        M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0),
     )
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
@@ -334,7 +331,6 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     given_texts=st.booleans(),
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
-    drafts=st.sampled_from(["coupled", "likeliest"]),
     fuse=st.booleans(),
     tapped=st.booleans(),
     sampled_candidates=st.integers(1, 4),
@@ -354,7 +350,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     given_texts,
     weights,
     sampling,
-    drafts,
     fuse,
     tapped,
     sampled_candidates,
@@ -380,7 +375,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         lookup=lookup,
         texts=texts if lookup and given_texts else None,
         weights=weights,
-        drafts=drafts,
         sampled_candidates=sampled_candidates,
     )
     assert_fused_steps_are_steps_in_parts(

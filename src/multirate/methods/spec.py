@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multirate.decoding.acceptance import Acceptance
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
@@ -168,10 +167,6 @@ class MethodSpec:
     """step(decoder, module, settings): the decoding step, for methods that do not always use a
     SpeculativeStep over the drafter, such as a DynamicDepthStep.
     """
-    acceptance: Callable[[Any], Acceptance] | None = None
-    """acceptance(settings): which drafted tokens the SpeculativeStep keeps. None: exact
-    acceptance.
-    """
     settings: type[MethodConfig] | None = None
     """Dataclass of what a user may set when decoding."""
     training: Training | None = None
@@ -234,12 +229,8 @@ class MethodSpec:
         """
         if self.step is not None:
             return self.step(decoder, self._module(accelerator), self.read_settings(settings))
-        settings = self.read_settings(settings)
         drafter = self.make_drafter(decoder, accelerator, settings)
-        if drafter is None:
-            return None
-        rule = None if self.acceptance is None else self.acceptance(settings)
-        return SpeculativeStep(drafter, rule)
+        return None if drafter is None else SpeculativeStep(drafter)
 
     def make_drafter(
         self, decoder: Decoder, accelerator: Any = None, settings: Any = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.lookup import LookupName, check_texts
@@ -49,14 +48,6 @@ class StreamDecodeConfig(MethodConfig):
     texts: str | None = None
     """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
     that the package has for it. Null: none. [ours, as REST]
-    """
-    drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
-    """Which tokens are drafted when sampling (measured in lab/notes/sampling.md). coupled: the
-    tokens that the draft branch would choose with the noise that the model's own logits will get
-    (model/noise.py). likeliest: the draft branch's most likely tokens, as in greedy decoding.
-    drawn: independent draws, in chains, verified by rejection sampling; no lookup, and the kernel
-    does not fuse these steps. With coupled and likeliest, a seed gives the same text as plain
-    decoding. With a repetition penalty drafts are always chains. [ours]
     """
     window: int | None = 256
     """How many of the newest tokens the draft branch's own layer attends to, on the native kernel.

@@ -23,7 +23,7 @@ from multirate.decoding.draft_length import DraftLengthController, Plan, StepCos
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
-from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
+from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_sequences import FusedSequences
@@ -82,7 +82,6 @@ class StreamDrafter(Drafter):
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
             self.max_nodes = max(self.max_nodes, most)
-        self.repeats_text = self.lossless and config.drafts != "drawn"
         self._prices = config.draft_threshold is None or config.verify_threshold is None
         self.adapts = self.lossless and self._prices
         self._refresh, self._carry, self._min_probability = refresh, carry, min_probability
@@ -215,7 +214,6 @@ class StreamDrafter(Drafter):
             self.runner.native_cache,
             self.runner.own_cache,
             self._sampler,
-            couple=self.config.drafts == "coupled",
             top=self._candidates,
         )
 
@@ -375,7 +373,7 @@ class StreamDrafter(Drafter):
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[FusedStep] | None:
         fused = self._fused
-        if fused is None or draws(self.config, self._sampler):
+        if fused is None:
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none

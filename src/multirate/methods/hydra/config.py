@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
@@ -44,9 +43,9 @@ class HydraConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
+class HydraDecodeConfig(JoinedConfig):
     """How the draft tree grows, level by level, from the heads' likeliest tokens. Also see
-    AcceptanceConfig and JoinedConfig.
+    JoinedConfig.
     """
 
     METHOD: ClassVar[str] = "hydra"

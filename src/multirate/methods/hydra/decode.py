@@ -44,7 +44,7 @@ class HydraDrafter(HeadsDrafter):
     """Verified tokens are read by the prefix layer when the next draft is made."""
 
     def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
-        super().__init__(decoder, config)
+        super().__init__(decoder)
         self.heads, self.config = heads.to(self.row.dtype), config
         self.runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)

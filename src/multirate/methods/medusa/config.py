@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
@@ -51,8 +50,8 @@ class MedusaConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
-    """Decoding settings; also see AcceptanceConfig and JoinedConfig."""
+class MedusaDecodeConfig(JoinedConfig):
+    """Decoding settings; also see JoinedConfig."""
 
     METHOD: ClassVar[str] = "medusa"
 

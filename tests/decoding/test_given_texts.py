@@ -109,7 +109,7 @@ def file_of(folder: Path, texts: list[list[int]], vocabulary: int = 13) -> str:
     return str(path)
 
 
-METHODS = ("sam", "token_recycling:lookup=sam:lookup_least=2")
+METHODS = ("sam", "token_recycling:lookup=sam")
 
 
 def drafter_of(name: str, decoder: Any, texts: str) -> Any:

@@ -105,7 +105,7 @@ def test_greedy_is_the_base_on_other_architectures(name: str, method: str) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("settings", [CHAIN, TREE, CHAIN | {"lookup": 3, "weights": "bf16"}])
+@pytest.mark.parametrize("settings", [CHAIN, TREE, CHAIN | {"lookup": "sam", "weights": "bf16"}])
 @pytest.mark.parametrize(
     "sampling",
     [None, SamplingSettings(1.0, seed=2), SamplingSettings(1.0, top_p=0.95, seed=2)],

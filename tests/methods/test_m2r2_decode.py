@@ -86,8 +86,7 @@ def texts(tmp_path_factory):
     nodes=st.integers(1, 24),
     verify_threshold=st.sampled_from([0, 0.02, 0.3]),
     reduced=st.sampled_from([None, 20]),
-    trust=st.sampled_from(["confidence", "arla"]),
-    lookup=st.sampled_from([0, 1, 3, 5, "sam"]),
+    lookup=st.sampled_from([0, "sam"]),
     given_texts=st.booleans(),
     fuse=st.booleans(),
     tapped=st.booleans(),
@@ -104,7 +103,6 @@ def test_greedy_is_the_base_token_for_token(
     nodes,
     verify_threshold,
     reduced,
-    trust,
     lookup,
     given_texts,
     fuse,
@@ -128,7 +126,6 @@ def test_greedy_is_the_base_token_for_token(
             nodes,
             draft_threshold=verify_threshold,
             verify_threshold=verify_threshold,
-            trust=trust,
             lookup=lookup,
             texts=texts if lookup and given_texts else None,
         ),
@@ -212,7 +209,7 @@ def test_sampled_text_is_plain_decodings(decoders, backend, sampling):
         skip_without_kernel()
     decoder, sampling = decoders[backend], replace(sampling, seed=5)
     stream, stop = stream_of(LLAMA, "m2r2-carry", rank=8), StopSettings(max_new_tokens=12)
-    config = replace(EAGER_TREE, lookup=3)
+    config = replace(EAGER_TREE, lookup="sam")
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         step = SpeculativeStep(M2R2Drafter(decoder, stream, config))
@@ -327,13 +324,12 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     nodes=st.integers(1, 20),
     verify_threshold=st.sampled_from([0.0, 0.02, 0.1]),
     reduced=st.sampled_from([None, 20]),
-    lookup=st.sampled_from([0, 1, 4, "sam"]),
+    lookup=st.sampled_from([0, "sam"]),
     given_texts=st.booleans(),
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
     fuse=st.booleans(),
     tapped=st.booleans(),
-    sampled_candidates=st.integers(1, 4),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders,
@@ -352,7 +348,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     sampling,
     fuse,
     tapped,
-    sampled_candidates,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
     values, bit for bit.
@@ -375,7 +370,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         lookup=lookup,
         texts=texts if lookup and given_texts else None,
         weights=weights,
-        sampled_candidates=sampled_candidates,
     )
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], sampling=sampling
@@ -400,7 +394,7 @@ def adaptive(decoder, stream, **settings):
 
 
 @pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
-@pytest.mark.parametrize("lookup", [0, 3, "sam"])
+@pytest.mark.parametrize("lookup", [0, "sam"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
     decoders, untimed, texts, preset, lookup, seed
@@ -570,48 +564,6 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
             generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences
             == plain.sequences
         )
-
-
-@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
-@pytest.mark.parametrize("bias,levels", [(-20.0, 1), (20.0, 5)])
-def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
-    """A distrustful ARLA drafts one level (the shortest draft there is), a trustful one all of
-    them.
-    """
-    stream = stream_of(LLAMA, "m2r2-carry", rank=8)
-    with torch.no_grad():
-        stream.arla.out.weight.zero_()
-        stream.arla.out.bias.fill_(bias)
-    settings = M2R2DecodeConfig(
-        depth=5, width=1, nodes=5, draft_threshold=0.5, verify_threshold=0.0, trust="arla"
-    )
-    drafter = M2R2Drafter(decoders["hf"], stream, settings)
-    drafted = []
-    original = drafter.draft
-
-    def draft(seqs, last_tokens, limits, sampler):
-        drafts = original(seqs, last_tokens, limits, sampler)
-        drafted.extend(len(d.tokens) for d, limit in zip(drafts, limits, strict=True) if limit >= 5)
-        return drafts
-
-    drafter.draft = draft
-    generate(
-        decoders["hf"],
-        SpeculativeStep(drafter),
-        PROMPTS[:1],
-        sampling,
-        StopSettings(max_new_tokens=20),
-    )
-    assert drafted and set(drafted) == {levels}
-
-
-def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
-    with pytest.raises(UserError, match="arla_dim=0"):
-        M2R2Drafter(
-            decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla")
-        )
-    with pytest.raises(UserError, match="'trust' is 'belief'"):
-        M2R2DecodeConfig(trust="belief")
 
 
 def test_settings_out_of_range_are_named():

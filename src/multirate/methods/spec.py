@@ -361,7 +361,7 @@ def write_variant(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
-    """["nodes=5", "gates=[6]", "trust=arla"] → values, read as JSON or else as words. Raises
+    """["nodes=5", "gates=[6]", "exit_score=arla"] → values, read as JSON or else as words. Raises
     UserError, starting with `where`.
     """
     values: dict[str, Any] = {}

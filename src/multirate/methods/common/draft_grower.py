@@ -63,7 +63,7 @@ class GrowingDraft:
 
 class DraftGrower:
     """Grows drafts with ``runner``. max_nodes: of a draft, with trusted tokens. carry: whether the
-    stream reads a carried residual. judged_by_arla: as StreamDrafter.
+    stream reads a carried residual.
 
     refused: the highest score that was too low for trust; −inf: none was.
     """
@@ -76,10 +76,9 @@ class DraftGrower:
         max_nodes: int,
         carry: bool,
         trusting: Trusting | None,
-        judged_by_arla: bool,
     ) -> None:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
-        self._carry, self._trusting, self._judged_by_arla = carry, trusting, judged_by_arla
+        self._carry, self._trusting = carry, trusting
         self.refused = -np.inf
         # how many of the frontier's likeliest tokens a level is to tell at once, and what it told
         self._asked = 0
@@ -166,11 +165,6 @@ class DraftGrower:
         p = _frontier_outputs(live)
         ids, best = self._told or self._runner.top(p, candidates, config.sharpness, noise)
         trusted = self._trusted(p, lambda: [row[0] for row in best])
-        if self._judged_by_arla:
-            best = [
-                _with_first(row, score)
-                for row, score in zip(best, self._runner.agreement(p), strict=True)
-            ]
         at = 0
         for one in live:
             count = len(one.frontier)
@@ -230,7 +224,7 @@ class DraftGrower:
         trusted = self._trusted(
             p, lambda: torch.softmax(self._config.sharpness * logits, -1).amax(-1).tolist()
         )
-        sure = self._runner.agreement(p) if self._judged_by_arla else q.amax(-1).tolist()
+        sure = q.amax(-1).tolist()
         for k, one in enumerate(live):
             tree, node = one.tree, one.frontier[0]
             if self._ends(one, node, trusted[k]):
@@ -311,11 +305,3 @@ def _rows_of(nodes: Sequence[tuple[GrowingDraft, int]]) -> Rows:
 def _frontier_outputs(live: Sequence[GrowingDraft]) -> Tensor:
     """p of all frontier nodes, [n, d]."""
     return torch.cat([one.outputs[node] for one in live for node in one.frontier])
-
-
-def _with_first(probs: list[float], first: float) -> list[float]:
-    """The candidates' probabilities with another one for the best: the others share what is left,
-    as before.
-    """
-    rest = (1 - first) / max(1 - probs[0], 1e-9)
-    return [first, *(min(prob * rest, first) for prob in probs[1:])]

@@ -145,17 +145,13 @@ class FusedSteps:
         cache: NativeKVCache,
         own: NativeKVCache | None,
         sampler: Sampler | None = None,
-        top: int | None = None,
     ) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
 
         sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
-        top: candidates of a node; None: as before.
         """
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
-        if top is not None:
-            self._limits.top = top
         self._step.refused = -np.inf
 
     def enter(

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from decoding.invariants import check_invariants
 from multirate.decoding.drafter import Drafter
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.speculative import SpeculativeStep

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from decoding.helpers import oracle, reference, tiny
+from decoding.invariants import check_invariants
 from multirate.decoding.given_texts import (
     LEAST,
     LONGEST,
@@ -19,7 +20,6 @@ from multirate.decoding.given_texts import (
     GivenTexts,
     WithGivenTexts,
 )
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.loop import generate
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.speculative import SpeculativeStep

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from decoding.invariants import check_invariants
 from multirate.decoding.acceptance import accept_greedy
 from multirate.decoding.drafter import Draft
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings, penalise
 from multirate.decoding.loop import generate
 from multirate.decoding.speculative import SpeculativeStep

@@ -46,7 +46,7 @@ def said(teacher: Teacher, heads: HydraHeads, tokens: Sequence[int], known: int)
     """
     text = torch.tensor([tokens])
     slow = teacher.slow(text, 0)
-    final = slow.final if heads.prefix is None else heads.prefix(slow.final)
+    final = heads.prefix(slow.final)
     z = teacher.norm(final)[:, len(tokens) - known - 1]
     for place in range(len(tokens) - known, len(tokens)):
         z = heads.joined(z, slow.residual[0][:, place])
@@ -63,10 +63,9 @@ def test_an_untrained_head_repeats_the_base() -> None:
         torch.testing.assert_close(said(teacher, heads, tokens, k), repeated)
 
 
-@pytest.mark.parametrize("prefix", [True, False])
-def test_the_loss_gives_each_head_the_texts_tokens(prefix: bool) -> None:
+def test_the_loss_gives_each_head_the_texts_tokens() -> None:
     teacher = Teacher(base())
-    options = {"heads": 2, "layers": 2, "prefix": prefix}
+    options = {"heads": 2, "layers": 2}
     heads = every.heads_for("hydra", teacher, **options)
     tokens = ids(2, 9)
     mask = torch.ones_like(tokens, dtype=torch.bool)
@@ -156,7 +155,7 @@ def test_a_threshold_leaves_unlikely_paths_out() -> None:
     [
         ({}, 1, 1.0),
         ({"heads": 2, "layers": 2}, 3, 1.4),
-        ({"heads": 3, "layers": 1, "prefix": False, "draft_vocab": 7}, 3, 1.0),
+        ({"heads": 3, "layers": 1, "draft_vocab": 7}, 3, 1.0),
     ],
 )
 def test_text_is_the_models_own(options: dict[str, Any], batch: int, penalty: float) -> None:
@@ -214,7 +213,6 @@ def test_refusals() -> None:
     for options, message in (
         ({"heads": 17}, "'heads' is 17; accepted: a whole number from 1 to 16"),
         ({"layers": 0}, "'layers' is 0; accepted: a whole number from 1 to 16"),
-        ({"prefix": 1}, "'prefix' is 1; accepted: true or false"),
         ({"draft_vocab": 14}, "'draft_vocab' is 14; accepted: at most the base model's 13"),
         ({"widths": [1]}, "no field 'widths'"),
     ):

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from decoding.helpers import tiny
+from decoding.invariants import check_invariants
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.session import Session

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from decoding.helpers import reference, tiny
+from decoding.invariants import check_invariants
 
 from multirate.decoding.drafter import Draft, Verified
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler, SamplingSettings
 from multirate.decoding.speculative import SpeculativeStep

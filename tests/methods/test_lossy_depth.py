@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
 from multirate.calibration.calibrate import calibrate
 from multirate.calibration.risk import samples_needed
 from multirate.decoding.depth import Leaving
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

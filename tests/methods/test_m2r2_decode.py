@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kernel import skip_without_kernel
@@ -19,7 +20,6 @@ from native_kernel import skip_without_kernel
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.given_texts import GivenTexts
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

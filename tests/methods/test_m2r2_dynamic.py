@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
 from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

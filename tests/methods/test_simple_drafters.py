@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from decoding.invariants import check_invariants
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler

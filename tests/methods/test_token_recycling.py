@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from decoding.helpers import reference, tiny
+from decoding.invariants import check_invariants
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 
 from multirate.decoding.drafter import Verified
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler

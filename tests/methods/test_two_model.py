@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from bench import tiny_model
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 from tokenizers import AddedToken
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

@@ -14,7 +14,7 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class HydraConfig(MethodConfig):
-    """The defaults are Hydra++. Hydra has layers=1 and no prefix."""
+    """Hydra++."""
 
     METHOD: ClassVar[str] = "hydra"
 
@@ -22,8 +22,6 @@ class HydraConfig(MethodConfig):
     """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
     layers: int = 4
     """Layers of each head's MLP, from 1 to 16."""
-    prefix: bool = True
-    """Whether an additional decoder layer prepares the heads' input."""
     draft_vocab: int | None = None
     """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
     whole vocabulary.

@@ -47,13 +47,7 @@ class SpecEEDecodeConfig(MethodConfig):
     """Minimum predicted probability with which the full head checks whether a token leaves, from 0
     to 1. Null: no token leaves.
     """
-    hot: int = 4
-    """How many exits are checked for every token: the ones where the training data's tokens could
-    leave first most often. The two on either side of each of the last five exits are checked as
-    well.
-    """
 
     def check(self) -> None:
         super().check()
         self.require_share("threshold")
-        self.require_count("hot", least=0)

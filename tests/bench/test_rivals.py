@@ -247,6 +247,33 @@ def test_not_installed(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not rows and "pip install llama-cpp-python" in missing[0]["reason"]
 
 
+def test_generate_static_gives_generates_tokens(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = engine.model.forward
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    static, plain = (method_run(engine, n, 6) for n in ("generate-static", "generate"))
+    for prompt in PROMPTS:
+        assert static.run(prompt.tokens).tokens == plain.run(prompt.tokens).tokens
+    assert engine.model.forward == forward
+
+    def broken(function: object, **_: object) -> object:
+        def run(*args: object, **kwargs: object) -> object:
+            raise RuntimeError("\nno compiler found\nmore")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", broken)
+    with pytest.raises(Unavailable, match="generate-static: RuntimeError: no compiler found"):
+        method_run(engine, "generate-static", 6)
+
+
+@pytest.mark.slow
+def test_generate_static_compiled(engine: Engine) -> None:
+    static, plain = (method_run(engine, n, 6) for n in ("generate-static", "generate"))
+    assert static.run(PROMPTS[0].tokens).tokens == plain.run(PROMPTS[0].tokens).tokens
+
+
 def test_bandwidth_and_what_plain_decoding_uses_of_it(engine: Engine) -> None:
     assert 1e8 < read_bandwidth() < 1e13
     weights = bytes_per_step(engine.model)

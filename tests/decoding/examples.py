@@ -17,6 +17,8 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
+from .helpers import path_tokens
+
 
 class TwoModelDrafter(Drafter):
     """A second, smaller model drafts chains; it has a cache of its own, which follows the
@@ -175,9 +177,7 @@ class TableDrafter(Drafter):
         tapped = verified.taps[self.taps[0]]
         assert len(tapped) == count
         self.tapped[seq].append(verified.of_path(tapped))
-        paths: list[list[int]] = [[]]
-        for successor, parent in zip(draft.tokens, draft.parents, strict=True):
-            paths.append([*paths[parent], successor])
+        paths = path_tokens(draft)
         for node in set(range(count)) - set(verified.path):
             text = [*self.before[seq], *paths[node]]
             self.rejected.append((text, verified.hidden[node], tapped[node]))

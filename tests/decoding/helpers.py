@@ -218,3 +218,11 @@ def distribution(
     """Probabilities [n, V] that tokens are drawn from; see `allowed`."""
     scores = allowed(logits, settings, contexts, prompts)
     return torch.softmax(scores / settings.temperature, dim=-1)
+
+
+def path_tokens(draft: Draft) -> list[list[int]]:
+    """For nodes 0..n: the drafted tokens on the path from node 1 down to the node itself."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append([*paths[parent], token])
+    return paths

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.helpers import tiny
+from decoding.helpers import path_tokens, tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 from torch import Tensor
 
@@ -122,7 +122,7 @@ def test_drafts_are_what_the_heads_say_of_each_path() -> None:
         nonlocal deepest, compared
         known = texts[b][: before[b]]
         before[b] = len(texts[b])
-        for path, parent in zip(draft.path_tokens()[1:], draft.parents, strict=True):
+        for path, parent in zip(path_tokens(draft)[1:], draft.parents, strict=True):
             *above, token = path
             logs = said(teacher, drafter.heads, [*known, *above], len(above) + 1)
             assert token in logs.topk(3).indices.tolist()

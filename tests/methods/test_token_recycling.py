@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from decoding.helpers import reference, tiny
+from decoding.helpers import path_tokens, reference, tiny
 from decoding.invariants import check_invariants
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 
@@ -145,10 +145,7 @@ def test_a_grown_tree_has_the_nodes_whose_chance_is_worth_their_row() -> None:
         draft.check()
         expected = sorted((chance for path, chance in chances.items() if path[1:]), reverse=True)
         count = next((i for i, c in enumerate(expected[:9]) if c < made.worth[i]), 9)
-        paths = [(1,)]
-        for token, parent in zip(draft.tokens, draft.parents, strict=True):
-            paths.append((*paths[parent], token))
-        paths = paths[1:]
+        paths = [(1, *path) for path in path_tokens(draft)[1:]]
         assert [chances[path] for path in paths] == expected[:count]
         assert len(set(paths)) == count
     assert draft.tokens, "the last threshold lets all nodes in"

@@ -278,7 +278,7 @@ def command(
         return
 
     from multirate.bench import frontier
-    from multirate.bench.method_runs import GENERATE
+    from multirate.bench.method_runs import GENERATE, GENERATE_STATIC
     from multirate.bench.runner import BASELINES
     from multirate.engine import attach
     from multirate.hub import reference_accelerators
@@ -322,9 +322,10 @@ def command(
                 ]
             )
         )
+    transformers_own = (GENERATE, GENERATE_STATIC)
     for name in names:  # fails on an unknown name before anything is packed or compiled
-        if name != GENERATE:
-            engine.spec_of(name, besides=(ALL, DYNAMIC, GENERATE))
+        if name not in transformers_own:
+            engine.spec_of(name, besides=(ALL, DYNAMIC, *transformers_own))
     if PLAIN not in names:
         options.note(f"note: added {PLAIN}, the baseline for the answers")
         names = [PLAIN, *names]

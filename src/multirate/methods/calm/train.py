@@ -21,9 +21,8 @@ class CalmObjective(Objective):
     has_early_exit = False  # the students are the base's own exits
 
     def __init__(self, teacher: Teacher, classifiers: ExitClassifiers) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.classifiers = classifiers
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from multirate.methods.common.feature_stream import FeatureStream
@@ -16,9 +15,8 @@ class FeatureObjective(Objective):
     has_early_exit = False  # features come from the last layers
 
     def __init__(self, teacher: Teacher, layer: FeatureStream) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.layer = layer
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
 
     @property
     def terms(self) -> list[Term]:
@@ -27,7 +25,5 @@ class FeatureObjective(Objective):
 
     def mean(self, losses: Tensor) -> Tensor:
         """Of the steps' losses [unroll_steps]."""
-        weight = torch.tensor(
-            [t.weight for t in self.terms], device=losses.device, dtype=torch.float32
-        )
-        return (weight * losses).sum() / weight.sum()
+        loss, weight = self.weighted(losses)
+        return loss / weight

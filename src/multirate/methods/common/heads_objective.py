@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,21 +39,15 @@ class HeadsObjective(Objective):
 
     has_early_exit = False  # the heads read the last layer
 
-    def __init__(self, teacher: Teacher, count: int) -> None:
-        super().__init__()
-        self.count = count
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+    def __init__(self, teacher: Teacher, heads: Any) -> None:
+        super().__init__(teacher)
+        self.heads, self.count = heads, heads.config.heads
 
     @abstractmethod
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         """Of heads 1, 2, … what is said of the token after each taught row: [N, d] each, normed.
         Head k reads the row k before it, and of later rows at most their tokens.
         """
-
-    @property
-    def draft_tokens(self) -> Tensor | None:
-        """int64 [n], the tokens of a reduced draft head; None: all."""
-        return None
 
     @property
     def terms(self) -> list[Term]:
@@ -68,9 +63,8 @@ class HeadsObjective(Objective):
         # what the teacher says at row t head k must say at row t - k
         rows, before = taught_rows(mask, self.count)
         students = self.students(teacher, slow, before)
-        result = distil(torch.stack(students), slow.target(rows), teacher.head, self.draft_tokens)
-        weights = torch.tensor(
-            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
+        result = distil(
+            torch.stack(students), slow.target(rows), teacher.head, self.heads.draft_tokens
         )
-        loss = (weights * result.kl).sum()
+        loss, _ = self.weighted(result.kl)
         return loss, Report(self.terms, result, float(loss.detach()))

@@ -60,9 +60,8 @@ class MultiExitObjective(Objective):
     """Whether an exit's weight is its depth; if not, all weigh alike."""
 
     def __init__(self, teacher: Teacher, maps: ExitMaps) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.maps = maps
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
 
     @property
     def terms(self) -> list[Term]:
@@ -77,10 +76,8 @@ class MultiExitObjective(Objective):
         said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
         students = torch.stack([teacher.norm(one) for one in said])
         result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
-        weight = torch.tensor(
-            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
-        )
-        loss = (weight * result.kl).sum() / weight.sum() + self.beside(said, slow.final[mask])
+        loss, weight = self.weighted(result.kl)
+        loss = loss / weight + self.beside(said, slow.final[mask])
         return loss, Report(self.terms, result, float(loss.detach()))
 
     def beside(self, said: Tensor, final: Tensor) -> Tensor | float:

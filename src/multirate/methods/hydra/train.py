@@ -19,13 +19,7 @@ from multirate.methods.hydra.modules import HydraHeads
 class HydraObjective(HeadsObjective):
     """See HeadsObjective."""
 
-    def __init__(self, teacher: Teacher, heads: HydraHeads) -> None:
-        super().__init__(teacher, heads.config.heads)
-        self.heads = heads
-
-    @property
-    def draft_tokens(self) -> Tensor | None:
-        return self.heads.draft_tokens
+    heads: HydraHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         inputs = _inputs(self.heads, teacher, slow, before)

@@ -25,10 +25,9 @@ class KangarooObjective(Objective):
     """
 
     def __init__(self, teacher: Teacher, adapter: KangarooAdapter) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.stream = adapter
         self.exit = adapter.config.exit_layer
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

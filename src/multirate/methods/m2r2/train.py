@@ -40,10 +40,9 @@ class M2R2Objective(Objective):
     """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
 
     def __init__(self, teacher: Teacher, stream: AcceleratedStream) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.stream = stream
         self.has_arla = stream.arla is not None
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
 
     @property
     def terms(self) -> list[Term]:
@@ -133,14 +132,12 @@ class M2R2Objective(Objective):
         teacher, stream = self._teacher[0], self.stream
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
         result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
-        weight = torch.tensor(
-            [t.weight for t in self.terms], device=result.kl.device, dtype=torch.float32
-        )
         losses = result.kl
         if stream.config.feature_weight:
             distances = feature_distances(normed, slow.normed[mask].float())
             losses = losses + stream.config.feature_weight * distances
-        loss = (weight * losses).sum() / weight.sum()
+        loss, weight = self.weighted(losses)
+        loss = loss / weight
         report = Report(self.terms, result, float(loss.detach()))
         if stream.arla is not None and normed.shape[1]:
             logits = self.arla_logits(normed.detach().float())

@@ -73,9 +73,8 @@ class ExpertPredictorObjective(Objective):
     predicts = "experts"
 
     def __init__(self, teacher: Teacher, predictor: ExpertPredictor) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.stream = predictor
-        self._teacher = [teacher]
         self._mixtures = [
             _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
         ]

@@ -32,10 +32,9 @@ class RouterObjective(Objective):
     has_early_exit = False  # the base alone leaves nothing out
 
     def __init__(self, teacher: Teacher, routers: Routers) -> None:
-        super().__init__()
+        super().__init__(teacher)
         refuse_windows(teacher.parts.windows, routers.config.blocks)
         self.routers = routers
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

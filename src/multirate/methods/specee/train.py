@@ -33,9 +33,8 @@ class SpecEEObjective(Objective):
     has_early_exit = False  # the students are the base's own exits
 
     def __init__(self, teacher: Teacher, module: SpecEE) -> None:
-        super().__init__()
+        super().__init__(teacher)
         self.module = module
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

@@ -522,7 +522,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     stop = StopSettings(max_new_tokens=100)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     steps = {}
-    for lookup in (0, 3, "sam"):
+    for lookup in (0, "sam"):
         config = M2R2DecodeConfig(
             depth=2,
             nodes=9,
@@ -539,8 +539,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         )
         assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
-    for lookup in (3, "sam"):
-        assert steps[lookup][0] < 0.6 * steps[0][0] and steps[lookup][1] < 0.6 * steps[0][1]
+    assert steps["sam"][0] < 0.6 * steps[0][0] and steps["sam"][1] < 0.6 * steps[0][1]
     if backend == "native":
         assert_fused_steps_are_steps_in_parts(
             decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100

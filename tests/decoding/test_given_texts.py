@@ -183,6 +183,6 @@ def test_settings_refuse(tmp_path: Path) -> None:
         options = {"texts": too_many} | ({} if method == "sam" else {"lookup": "sam"})
         with pytest.raises(UserError, match="for a vocabulary of 14 tokens, but this model has 13"):
             find(method).make_drafter(decoder, settings=options)
-    for method, unset in (("token_recycling", None), ("eagle", 0), ("m2r2", 0)):
+    for method in ("token_recycling", "eagle", "m2r2"):
         with pytest.raises(UserError, match="texts need lookup=sam"):
-            find(method).read_settings({"texts": too_many, "lookup": unset})
+            find(method).read_settings({"texts": too_many, "lookup": 0})

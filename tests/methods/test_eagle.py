@@ -290,7 +290,6 @@ def test_training_starts_better_than_at_random(method: str) -> None:
         ("eagle3", {"draft_vocab": 99}, "'draft_vocab' is 99; .*at most the base model's 61"),
         ("eagle3", {"kv_heads": 3}, "'kv_heads' is 3; accepted: a divisor of heads"),
         ("eagle3", {"unroll_steps": 0}, "'unroll_steps' is 0; accepted: 1 to 16"),
-        ("eagle", {"noise": -1.0}, "'noise' is -1.0; accepted: 0 to 10"),
     ],
 )
 def test_refused_options(method: str, options: dict[str, Any], message: str) -> None:

@@ -337,14 +337,6 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
-    def repeats_text(self, method: str) -> bool:
-        """Whether sampling with a seed gives the same text as plain decoding with that seed. If
-        not, it is another text from the same distribution.
-        """
-        with self._lock.held():
-            decoding = self._decoding(method)
-        return decoding is None or decoding.step.repeats_text
-
     def promise_of(self, method: str) -> Promise | None:
         """The calibration of a method name with a quality; None for a lossless method. Raises
         UserError if none is stored.
@@ -524,7 +516,7 @@ class Engine:
         if speculate != "never" and len(prompts):
             decoding = self._decoding(method or self.default)
         sampling = sampling or SamplingSettings()
-        if decoding is not None and self._may_change_text(decoding.step, sampling, speculate):
+        if decoding is not None and self._may_change_text(decoding.step, speculate):
             decoding = None
         if decoding is not None:
             self.promise = decoding.promise
@@ -534,7 +526,7 @@ class Engine:
                 decoding = None
         self.used = used = PLAIN if decoding is None else (method or self.default)
         if decoding is not None:
-            self._say_lossy(used, decoding.step, sampling, chosen=method is not None)
+            self._say_lossy(used, decoding.step, chosen=method is not None)
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
             self._prefix_caches.pop(used, PrefixCache())
@@ -741,12 +733,12 @@ class Engine:
         mode = dynamic_mode(self._spec(name))
         return mode.settings(None if accelerator is None else accelerator.module, None)
 
-    def _may_change_text(self, step: Step, sampling: SamplingSettings, speculate: str) -> bool:
+    def _may_change_text(self, step: Step, speculate: str) -> bool:
         """Whether to skip a lossless step because its passes have other sizes than plain decoding's
         and this decoder's results depend on that. Sets `notice`, also if the step runs anyway.
         """
         precision = self.decoder.pass_dependent
-        if precision is None or not _is_lossless(step, sampling):
+        if precision is None or not step.lossless:
             return False
         fact = (
             f"with the model's own layers in {precision}, drafts can change the text where two "
@@ -758,11 +750,11 @@ class Engine:
         self.notice = f"{fact} (float32 prevents this)"
         return False
 
-    def _say_lossy(self, name: str, step: Step, sampling: SamplingSettings, chosen: bool) -> None:
+    def _say_lossy(self, name: str, step: Step, chosen: bool) -> None:
         """For a lossy method, or lossy settings, without a quality: says so in `notice` if you
         chose the method, else in a warning.
         """
-        lossless = _is_lossless(step, sampling) and self._spec(name).lossless
+        lossless = step.lossless and self._spec(name).lossless
         if lossless or "quality" in spec.parse_variant(name)[1]:
             return
         fact = f"{name} is lossy: its text may differ from the model's own"
@@ -813,10 +805,6 @@ class Engine:
             return True
         self.notice = verdict.message
         return False
-
-
-def _is_lossless(step: Step, sampling: SamplingSettings) -> bool:
-    return step.lossless or (sampling.greedy and step.lossless_when_greedy)
 
 
 def _lacking(known: MethodSpec | None) -> str:

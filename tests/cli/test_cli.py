@@ -923,8 +923,8 @@ def test_public_names() -> None:
 
 
 def test_a_list_in_a_method_s_settings_is_not_split() -> None:
-    assert method_names("generate, token_recycling:tree=[3,2]:k=4,generate,layerskip") == [
-        "generate", "token_recycling:tree=[3,2]:k=4", "layerskip",
+    assert method_names("generate, medusa:widths=[3,2]:k=4,generate,layerskip") == [
+        "generate", "medusa:widths=[3,2]:k=4", "layerskip",
     ]  # fmt: skip
 
 

@@ -291,11 +291,8 @@ def drawn(decoder: NativeDecoder, prompt: list[int], count: int, sampler: Sample
     return sampler.tokens[0][len(prompt) :]
 
 
-@pytest.mark.parametrize("couple", [True, False])
 @pytest.mark.parametrize("temperature", [0.4, 1.0])
-def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
-    temperature: float, couple: bool
-) -> None:
+def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(temperature: float) -> None:
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 4
     settings = SamplingSettings(temperature, seed=9)
     expected = drawn(decoder, prompt, 40, Sampler(settings, [prompt]))
@@ -304,7 +301,7 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(
     stream = first_layers(decoder)
     limits = abi.new("DraftLimits", nodes=12, width=2, top=3, sharpness=1.0)
     steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
-    steps.begin(cache, None, sampler, couple=couple)
+    steps.begin(cache, None, sampler)
     steps.enter(0, [expected[0]])
     accepted = 0
     while len(sampler.tokens[0]) < len(prompt) + 40:

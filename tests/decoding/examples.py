@@ -17,6 +17,8 @@ from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 from multirate.model.rows import Rows
 
+from .helpers import path_tokens
+
 
 class TwoModelDrafter(Drafter):
     """A second, smaller model drafts chains; it has a cache of its own, which follows the
@@ -40,7 +42,6 @@ class TwoModelDrafter(Drafter):
         for b, limit in zip(seqs, limits, strict=True):
             text = sampler.tokens[b]
             drafted: list[int] = []
-            probs: list[Tensor] = []
             # rejected tokens lie behind the committed ones and are written over
             fresh = text[self.own.lengths[b] :]
             for depth in range(min(limit, self.max_nodes)):
@@ -51,13 +52,9 @@ class TwoModelDrafter(Drafter):
                 if depth == 0:
                     self.own.commit(b, len(fresh) - 1)
                 logits = model.logits(hidden[-1:])
-                if sampler.greedy:
-                    fresh = sampler.choose(logits, [b], [drafted])
-                else:
-                    probs.append(sampler.distribution(logits, [b], [drafted]))
-                    fresh = sampler.draw(probs[-1], [b])
+                fresh = sampler.choose(logits, [b], [drafted])
                 drafted = [*drafted, *fresh]
-            drafts.append(Draft.chain(drafted, probs=torch.cat(probs) if probs else None))
+            drafts.append(Draft.chain(drafted))
         return drafts
 
     def accept(self, seq: int, verified: Verified) -> None:
@@ -180,7 +177,7 @@ class TableDrafter(Drafter):
         tapped = verified.taps[self.taps[0]]
         assert len(tapped) == count
         self.tapped[seq].append(verified.of_path(tapped))
-        paths = draft.path_tokens()
+        paths = path_tokens(draft)
         for node in set(range(count)) - set(verified.path):
             text = [*self.before[seq], *paths[node]]
             self.rejected.append((text, verified.hidden[node], tapped[node]))

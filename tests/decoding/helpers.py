@@ -13,6 +13,7 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.logits import SamplingSettings, allowed
 from multirate.decoding.sampler import Sampler
 from multirate.model.decoder import Decoder
 from multirate.model.load import load_decoder
@@ -206,3 +207,22 @@ def pearson(counts: np.ndarray, probs: np.ndarray) -> float:
     expected = np.append(expected[big], expected[~big].sum())
     seen, expected = seen[expected > 0], expected[expected > 0]
     return float(chi2.sf(((seen - expected) ** 2 / expected).sum(), len(seen) - 1))
+
+
+def distribution(
+    logits: Tensor,
+    settings: SamplingSettings,
+    contexts: list[list[int]] | None = None,
+    prompts: list[int] | None = None,
+) -> Tensor:
+    """Probabilities [n, V] that tokens are drawn from; see `allowed`."""
+    scores = allowed(logits, settings, contexts, prompts)
+    return torch.softmax(scores / settings.temperature, dim=-1)
+
+
+def path_tokens(draft: Draft) -> list[list[int]]:
+    """For nodes 0..n: the drafted tokens on the path from node 1 down to the node itself."""
+    paths: list[list[int]] = [[]]
+    for token, parent in zip(draft.tokens, draft.parents, strict=True):
+        paths.append([*paths[parent], token])
+    return paths

@@ -66,7 +66,7 @@ def test_a_node_is_worth_its_chance() -> None:
     none is where a level costs what a token does.
     """
     now = 0.0
-    controller = DraftLengthController.of(CHEAP, 8)
+    controller = DraftLengthController(CHEAP, 8)
     controller.clock = lambda: now
     before = controller.thresholds()[0].copy()
     assert before[0] < 0.5 and (np.diff(before) >= 0).all()
@@ -83,7 +83,7 @@ def test_a_node_is_worth_its_chance() -> None:
     few = after(200, 1, 1.0)
     assert (few < before).all()
     assert (after(200, 4, 1.0) > 2 * few).all()
-    assert (DraftLengthController.of(DEAR, 8).thresholds()[0] >= 0.9).all()
+    assert (DraftLengthController(DEAR, 8).thresholds()[0] >= 0.9).all()
 
 
 def test_the_confidence_rule_beats_every_fixed_length() -> None:
@@ -94,7 +94,7 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
     costs = StepCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
     texts = [rng.choice([0.35, 0.97], 12) for _ in range(1500)]
     now = 0.0
-    controller, calibrated = DraftLengthController.of(costs, 10), Calibration()
+    controller, calibrated = DraftLengthController(costs, 10), Calibration()
     controller.clock = lambda: now
 
     def accepted_of(chances: np.ndarray) -> int:

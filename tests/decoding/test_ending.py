@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from decoding.invariants import check_invariants
 from multirate.decoding.drafter import Draft
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -183,7 +183,7 @@ def test_an_interrupt_leaves_nothing_broken() -> None:
         Draft([1, 2], [0]),
         Draft([1], [1]),
         Draft([1] * 64, [0] * 64),
-        Draft([1, 1], [0, 0], probs=None),
+        Draft([1, 1], [0, 0]),
     ],
 )
 def test_drafts_that_break_the_contract(draft: Draft) -> None:

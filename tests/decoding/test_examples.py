@@ -1,30 +1,24 @@
-"""What methods to come need of the interfaces, by a small example each: two models, heads, tables,
-acceptance.
-"""
+"""What methods to come need of the interfaces, by an example each: two models, heads, tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance import Exact, Typical
-from multirate.decoding.drafter import Draft, Drafter
-from multirate.decoding.invariants import check_invariants
+from decoding.invariants import check_invariants
+from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
-from multirate.decoding.plain import PlainStep
-from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.model.decoder import Decoder
 
 from .examples import HeadsDrafter, TableDrafter, TwoModelDrafter
-from .helpers import ScriptedDrafter, oracle, reference, scripts, tiny
+from .helpers import ScriptedDrafter, reference, tiny
 
 PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1]]
 STOP = StopSettings(max_new_tokens=20)
@@ -98,51 +92,3 @@ def test_taps_below_the_verified_layers_are_refused() -> None:
     with pytest.raises(ValueError, match=r"outside layers 1\.\.3"):
         _, decoder = tiny(0)
         decoder.layers_with_taps(torch.zeros(0, 16), None, 1, 3, None, (0,))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["half_right", "tree"])
-def test_typical_acceptance_is_exact_when_greedy(kind: str) -> None:
-    model, decoder = tiny(2)
-    drafter = ScriptedDrafter(scripts(kind, oracle(model, PROMPTS), 13, 3))
-    step = SpeculativeStep(drafter, Typical())
-    assert not step.lossless and SpeculativeStep(drafter, Exact()).lossless
-    out = generate(decoder, step, PROMPTS, stop=STOP, after_step=check_invariants)
-    assert out.sequences == [reference(model, p, 20) for p in PROMPTS]
-    assert out.stats.accepted > 0
-
-
-def test_typical_acceptance_keeps_what_is_likely_enough() -> None:
-    sampler = Sampler(SamplingSettings(temperature=1.0, seed=0), [[1]])
-    sure, torn = [0.9, 0.05, 0.04, 0.01], [0.3, 0.3, 0.2, 0.2]
-    # 0 → 1:token 1 → 2:token 2 ; 0 → 3:token 0 ; after node 0 the target is torn, after 1 it is
-    # sure
-    draft = Draft([1, 2, 0], [0, 1, 0])
-    logits = torch.tensor([torn, sure, torn, torn]).log()
-    loose = Typical(0.9, 0.5)  # torn: 0.5·exp(−1.37) = 0.13; sure: 0.5·exp(−0.43) = 0.33
-    assert loose(sampler, [0], [draft], logits)[0][0] == [0, 1]
-    assert Typical(0.03, 0.5)(sampler, [0], [draft], logits)[0][0] == [0, 1, 2]
-    strict = Typical(0.9, 0.99)  # torn: 0.25
-    assert strict(sampler, [0], [Draft([2], [0])], logits[:2])[0][0] == [0]
-    with pytest.raises(ValueError, match="delta is 1"):
-        Typical(0.1, 1.0)
-
-
-def test_typical_acceptance_emits_no_impossible_token() -> None:
-    """Sampled: accepts more than exact acceptance of the same drafts, and nothing that top-k has
-    ruled out.
-    """
-    _, decoder = tiny(5)
-    sampling = SamplingSettings(temperature=1.5, top_k=3, seed=1)
-    plain = generate(decoder, PlainStep(), [[3, 1]] * 50, sampling, StopSettings(max_new_tokens=2))
-    possible = {tuple(tokens) for tokens in plain.sequences}
-    rng = np.random.default_rng(0)
-
-    def accepted(acceptance: Any) -> int:
-        drafter = ScriptedDrafter(lambda *_: (rng.integers(0, 13, 1).tolist(), [0]))
-        step = SpeculativeStep(drafter, acceptance)
-        out = generate(decoder, step, [[3, 1]] * 300, sampling, StopSettings(max_new_tokens=3))
-        firsts = {tokens[0] for tokens in out.sequences}
-        assert firsts <= {first for first, _ in possible}
-        return out.stats.accepted
-
-    assert accepted(Typical(0.05, 0.05)) > accepted(Exact())

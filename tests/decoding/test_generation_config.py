@@ -15,10 +15,12 @@ from transformers import GenerationConfig, LogitsProcessorList
 
 from multirate import errors
 from multirate.bench.method_runs import method_run
-from multirate.decoding.logits import SamplingSettings, distribution
+from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
 from multirate.methods.spec import PLAIN
+
+from .helpers import distribution
 
 LONG = [5, 6, 7, 8, 9, 5, 6]
 SHORT = [70, 71, 70]

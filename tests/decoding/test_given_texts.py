@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from decoding.helpers import oracle, reference, tiny
+from decoding.invariants import check_invariants
 from multirate.decoding.given_texts import (
     LEAST,
     LONGEST,
@@ -19,7 +20,6 @@ from multirate.decoding.given_texts import (
     GivenTexts,
     WithGivenTexts,
 )
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.loop import generate
 from multirate.decoding.ngram import TextIndex
 from multirate.decoding.speculative import SpeculativeStep
@@ -109,7 +109,7 @@ def file_of(folder: Path, texts: list[list[int]], vocabulary: int = 13) -> str:
     return str(path)
 
 
-METHODS = ("sam", "token_recycling:lookup=sam:lookup_least=2")
+METHODS = ("sam", "token_recycling:lookup=sam")
 
 
 def drafter_of(name: str, decoder: Any, texts: str) -> Any:
@@ -183,6 +183,6 @@ def test_settings_refuse(tmp_path: Path) -> None:
         options = {"texts": too_many} | ({} if method == "sam" else {"lookup": "sam"})
         with pytest.raises(UserError, match="for a vocabulary of 14 tokens, but this model has 13"):
             find(method).make_drafter(decoder, settings=options)
-    for method, unset in (("token_recycling", None), ("eagle", 0), ("m2r2", 0)):
+    for method in ("token_recycling", "eagle", "m2r2"):
         with pytest.raises(UserError, match="texts need lookup=sam"):
-            find(method).read_settings({"texts": too_many, "lookup": unset})
+            find(method).read_settings({"texts": too_many, "lookup": 0})

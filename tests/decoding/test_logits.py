@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 import transformers as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multirate.decoding.logits import SamplingSettings, distribution, draw, greedy_tokens
+from multirate.decoding.logits import SamplingSettings, adjusted
 from multirate.decoding.sampler import Sampler
 from multirate.errors import UserError
+
+from .helpers import distribution
 
 MODEL, VOCAB = (
     tf.LlamaForCausalLM(
@@ -92,43 +93,14 @@ def test_ties_at_the_border_of_top_k_stay() -> None:
 def test_context_ids_outside_the_head_are_ignored() -> None:
     logits = torch.tensor([[1.0, -1.0, 0.5]])
     s = SamplingSettings(repetition_penalty=3.0)
-    assert greedy_tokens(logits, s, [[0, 99]]) == [2]
-    assert greedy_tokens(logits, SamplingSettings()) == [0]
-
-
-def test_greedy_distribution_is_one_hot() -> None:
-    assert distribution(torch.tensor([[0.1, 0.3, 0.2]]), SamplingSettings()).tolist() == [
-        [0.0, 1.0, 0.0]
-    ]
-
-
-@given(seed=st.integers(0, 1000), zeros=st.floats(0, 0.95))
-@settings(deadline=None)
-def test_draw_never_takes_an_impossible_token(seed: int, zeros: float) -> None:
-    rng = np.random.default_rng(seed)
-    probs = rng.random((6, 30)) * (rng.random((6, 30)) > zeros)
-    probs[:, 7] += 1e-3
-    tensor = torch.tensor(probs / probs.sum(1, keepdims=True), dtype=torch.float32)
-    for uniform in (0.0, 0.5, 1 - 2**-53, *rng.random(3)):
-        tokens = draw(tensor, [uniform] * 6)
-        assert all(tensor[row, token] > 0 for row, token in enumerate(tokens))
-
-
-def test_draw_inverts_the_distribution() -> None:
-    probs = torch.tensor([[0.25, 0.0, 0.5, 0.25]])
-    assert [draw(probs, [u])[0] for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999)] == [
-        0,
-        0,
-        2,
-        2,
-        3,
-        3,
-    ]
+    assert int(adjusted(logits, s, [[0, 99]]).argmax()) == 2
+    assert int(adjusted(logits, SamplingSettings(), None).argmax()) == 0
 
 
 def test_logits_that_overflowed_are_refused() -> None:
+    sampler = Sampler(SamplingSettings(1.0, seed=4), [[1]])
     with pytest.raises(UserError, match="not finite"):
-        draw(torch.tensor([[0.5, float("nan")]]), [0.1])
+        sampler.choose(torch.tensor([[0.5, float("nan")]]), [0])
 
 
 def test_streams_belong_to_sequences_and_seeds() -> None:

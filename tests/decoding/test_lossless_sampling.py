@@ -7,17 +7,14 @@ below 1e-4.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 import transformers as tf
 
-import multirate.decoding.acceptance as acceptance
-from multirate.decoding.acceptance import accept_greedy, accept_sampled
+from multirate.decoding.acceptance import accept_greedy
 from multirate.decoding.drafter import Draft, Drafter
-from multirate.decoding.logits import SamplingSettings, draw
+from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.speculative import SpeculativeStep
@@ -81,45 +78,23 @@ def counted(sequences: list[list[int]]) -> np.ndarray:
 
 
 class Adversary(Drafter):
-    """Draws chains from a distribution that has nothing to do with the model's, or is its worst
-    enemy.
-    """
+    """Drafts that have nothing to do with the model's text, or are its worst enemy."""
 
-    def __init__(self, kind: str, withhold: bool = False) -> None:
-        self.kind, self.withhold = kind, withhold
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
         self.rng = np.random.default_rng(11)
 
-    def q(self, tokens: list[int]) -> np.ndarray:
-        q = np.full(VOCAB, 1.0)
-        if self.kind == "spike":  # nearly always the same token
-            q[tokens[-1]] = 1e4
-        elif self.kind == "skewed":  # exponentially decaying, different after each token
-            q = np.exp(-1.5 * ((np.arange(VOCAB) + tokens[-1]) % VOCAB))
-        elif self.kind == "holes":  # never proposes half of the vocabulary
-            q[(np.arange(VOCAB) + tokens[-1]) % 2 == 0] = 0
-        return q / q.sum()
-
     def draft(self, seqs, last_tokens, limits, sampler):  # type: ignore[no-untyped-def]
-        drafts = []
-        for b in seqs:
-            if self.kind == "tree":  # not drawn from any q at all
-                drafts.append(Draft(*random_tree(self.rng, 7, VOCAB)))
-                continue
-            if self.kind == "one_hot":  # always the same, without probs
-                drafts.append(Draft.chain([2, 2, 2]))
-                continue
-            tokens, rows = list(sampler.tokens[b]), []
-            for _ in range(2):
-                q = self.q(tokens)
-                token = int(self.rng.choice(VOCAB, p=q))
-                if self.withhold and token >= VOCAB // 2:
-                    break
-                tokens.append(token)
-                rows.append(q)
-            drafted = tokens[len(sampler.tokens[b]) :]
-            probs = torch.tensor(np.array(rows).reshape(-1, VOCAB), dtype=torch.float32)
-            drafts.append(Draft.chain(drafted, probs=probs))
-        return drafts
+        return [self._draft(sampler.tokens[b][-1]) for b in seqs]
+
+    def _draft(self, last: int) -> Draft:
+        if self.kind == "tree":
+            return Draft(*random_tree(self.rng, 7, VOCAB))
+        if self.kind == "one_hot":  # always the same
+            return Draft.chain([2, 2, 2])
+        if self.kind == "last":  # what would be repeated
+            return Draft.chain([last, last])
+        return Draft.chain(self.rng.integers(0, VOCAB, 2).tolist())
 
 
 SETTINGS = {
@@ -131,11 +106,11 @@ SETTINGS = {
     "penalty": SamplingSettings(1.0, repetition_penalty=2.0, seed=6),
     "all": SamplingSettings(1.5, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.4, seed=7),
 }
-KINDS = ["uniform", "spike", "skewed", "holes", "tree", "one_hot"]
+KINDS = ["uniform", "last", "tree", "one_hot"]
 CASES = [
     (s, k)
     for i, s in enumerate(SETTINGS)
-    for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 3])
+    for k in (KINDS if s in ("plain", "all") else KINDS[i % 2 :: 2])
 ]
 
 
@@ -184,69 +159,9 @@ def test_real_drafters_keep_it(setting: str, name: str, config: dict) -> None:  
     assert p_value(sampled(SETTINGS[setting], drafter), analytic(SETTINGS[setting], 5)) > ALARM
 
 
-def _always(draft, p, q, generator):  # type: ignore[no-untyped-def]
-    n = len(draft.tokens)
-    return list(range(n + 1)), draw(p[n : n + 1], [generator.random()])[0]
-
-
-def _no_residual(draft, p, q, generator):  # type: ignore[no-untyped-def]
-    path, _ = accept_sampled(draft, p, q, generator)
-    return path, draw(p[path[-1]][None], [generator.random()])[0]
-
-
-def _by_target_only(draft, p, q, generator):  # type: ignore[no-untyped-def]
-    return accept_sampled(draft, p, torch.ones_like(q), generator)
-
-
-@pytest.mark.parametrize("rule", [_always, _no_residual, _by_target_only])
-def test_a_wrong_rule_is_noticed(rule: Callable, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[type-arg]
-    """By at least one of the adversaries, all of which `test_distribution_is_kept` runs."""
-    monkeypatch.setattr(acceptance, "accept_sampled", rule)
-    kinds = ("spike", "skewed", "holes")
-    assert any(
-        p_value(sampled(SETTINGS["plain"], Adversary(k)), analytic(SETTINGS["plain"], 5)) < ALARM
-        for k in kinds
-    )
-
-
-def test_withholding_drawn_tokens_is_noticed() -> None:
-    """Why `Draft.probs` forbids to drop a drawn token for what it is."""
-    drafter = Adversary("uniform", withhold=True)
-    assert p_value(sampled(SETTINGS["plain"], drafter), analytic(SETTINGS["plain"], 5)) < ALARM
-
-
 def test_settings_on_the_draft_only_are_noticed() -> None:
     counts = sampled(SamplingSettings(1.0, seed=1), Adversary("uniform"))
     assert p_value(counts, analytic(SETTINGS["hot"], 5)) < ALARM
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_acceptance_rate_is_the_overlap(seed: int) -> None:
-    """P(accept) = Σ min(p, q), and each position's emission has p: the rule alone, without a
-    model.
-    """
-    rng = np.random.default_rng(seed)
-    p = torch.tensor(rng.dirichlet(np.full(8, 0.4), 3), dtype=torch.float32)
-    q = torch.tensor(rng.dirichlet(np.full(8, 0.4), 2), dtype=torch.float32)
-    trials, firsts, accepted = 1500, np.zeros(8), 0
-    for _ in range(trials):
-        draft = Draft.chain([draw(q[i : i + 1], [rng.random()])[0] for i in range(2)], probs=q)
-        path, bonus = accept_sampled(draft, p, q, rng)
-        accepted += len(path) > 1
-        firsts[draft.tokens[0] if len(path) > 1 else bonus] += 1
-    overlap = torch.minimum(p[0], q[0]).sum().item()
-    assert p_value(firsts, p[0].double().numpy()) > ALARM
-    assert (
-        p_value(np.array([accepted, trials - accepted]), np.array([overlap, 1 - overlap])) > ALARM
-    )
-
-
-def test_identical_distributions_accept_everything() -> None:
-    rng = np.random.default_rng(0)
-    p = torch.tensor(rng.dirichlet(np.ones(9), 4), dtype=torch.float32)
-    for _ in range(300):
-        draft = Draft.chain([draw(p[i : i + 1], [rng.random()])[0] for i in range(3)], probs=p[:3])
-        assert accept_sampled(draft, p, p[:3], rng)[0] == [0, 1, 2, 3]
 
 
 def test_greedy_walk() -> None:

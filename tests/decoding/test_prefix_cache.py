@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kernel import skip_without_kernel
 
+from decoding.invariants import check_invariants
 from multirate.decoding import session
 from multirate.decoding.drafter import Drafter
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from multirate.decoding.acceptance import Exact
+from decoding.invariants import check_invariants
+from multirate.decoding.acceptance import accept_chosen
 from multirate.decoding.drafter import Draft, Drafter
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -27,7 +27,7 @@ from multirate.errors import UserError
 from multirate.methods.spec import find
 from multirate.model.noise import Noise
 
-from .helpers import KINDS, ScriptedDrafter, pearson, scripts, tiny
+from .helpers import KINDS, ScriptedDrafter, distribution, pearson, scripts, tiny
 
 PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1], [9, 9]]
 SETTINGS = {
@@ -117,7 +117,6 @@ class Meddler(Drafter):
         for b in seqs:
             for ahead in (5, 0, 2):
                 sampler.noise(b, ahead).values(13)
-            sampler.uniforms([b])
         return [Draft.chain([0, 0]) for _ in seqs]
 
 
@@ -163,9 +162,9 @@ def test_rows_that_are_not_reached_are_not_chosen() -> None:
     logits[0], logits[2] = torch.tensor([0.0, 0, 0, 0, 40]), torch.tensor([0.0, 40, 0, 0, 0])
     sampler = Sampler(SamplingSettings(1.0, seed=0), [[1]])
     draft = Draft([2, 4, 3], [0, 0, 2])
-    assert Exact()(sampler, [0], [draft], logits) == [([0, 2], 1)]
+    assert accept_chosen(sampler, [0], [draft], logits) == [([0, 2], 1)]
     with pytest.raises(UserError, match="not finite"):
-        Exact()(sampler, [0], [Draft([4, 4], [0, 0])], logits)
+        accept_chosen(sampler, [0], [Draft([4, 4], [0, 0])], logits)
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
@@ -192,7 +191,7 @@ def test_dropped_tokens_are_never_chosen(top_p: float) -> None:
     for _ in range(3000):
         counts[sampler.choose(logits, [0])[0]] += 1
         sampler.tokens[0].append(0)
-    expected = sampler.distribution(logits, [0])[0].double().numpy() * 3000
+    expected = distribution(logits, sampling)[0].double().numpy() * 3000
     assert not counts[expected == 0].any()
     kept = expected > 0
     if kept.sum() > 1:

@@ -326,7 +326,7 @@ class Random(Reads):
 
 @given(
     seed=st.integers(0, 10**6),
-    eviction=st.sampled_from(["none", "lru", "lfu", "lrfu", "least_stale"]),
+    eviction=st.sampled_from(["none", "lru", "lrfu", "least_stale"]),
     count=st.integers(3, 9),
 )
 @hypothesis.settings(max_examples=60, deadline=None)

@@ -78,7 +78,7 @@ class Wrong(Predictor):
 
 
 @pytest.mark.parametrize("slots", [TOP_K + 1, TOP_K * 3 - 1, TOP_K * 3, RECORDS])
-@pytest.mark.parametrize("eviction", ["none", "lru", "lfu", "lrfu", "least_stale"])
+@pytest.mark.parametrize("eviction", ["none", "lru", "lrfu", "least_stale"])
 @pytest.mark.parametrize(
     "predictor", ["none", "previous_token", "popularity", "next_layer_gate", Wrong()]
 )

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from decoding.invariants import check_invariants
 
 from multirate.decoding.drafter import Drafter, Verified
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

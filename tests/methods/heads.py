@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from decoding.helpers import reference, tiny
+from decoding.invariants import check_invariants
 from training.tiny import tokenizer, write_data, write_model
 from transformers import AutoModelForCausalLM
 
 import multirate
 from multirate.decoding.drafter import Drafter
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -44,7 +44,7 @@ def check_short_text(method: str, heads: Any, teacher: Teacher, length: int) -> 
     """Text shorter than the heads reach has no loss."""
     reach = heads.config.heads
     mask = torch.ones(1, length, dtype=torch.bool)
-    objective = find_training(method).objective(teacher, heads.requires_grad_(True), 0.8)
+    objective = find_training(method).objective(teacher, heads.requires_grad_(True))
     loss, report = objective(ids(1, length), mask)
     loss.backward()
     assert report.result.agree.shape == (reach, max(0, length - reach))

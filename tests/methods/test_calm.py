@@ -67,17 +67,13 @@ def test_the_threshold_decays_from_itself_to_nine_tenths() -> None:
     assert values == sorted(values, reverse=True) and values[-1] > 0.72
 
 
-@pytest.mark.parametrize(("expected", "most"), [(0, 20), (5, 5)])
-def test_every_sequence_is_at_its_own_place_of_the_decay(
-    decoder: Decoder, expected: int, most: int
-) -> None:
-    config = CalmConfig(threshold=0.5, exits=(1, 2), expected_tokens=expected)
-    policy = untrained_exits(decoder, config)
+def test_every_sequence_is_at_its_own_place_of_the_decay(decoder: Decoder) -> None:
+    policy = untrained_exits(decoder, CalmConfig(threshold=0.5, exits=(1, 2)))
     session = started(decoder, policy)
     for b, count in enumerate((1, 4, 2)):
         session.emit(b, [9] * count)
     for b, count in enumerate((1, 4, 2)):
-        assert policy.threshold(1, b) == pytest.approx(decayed(0.5, 4.0, count / most))
+        assert policy.threshold(1, b) == pytest.approx(decayed(0.5, 4.0, count / 20))
 
 
 def test_the_softmax_confidence_is_top_1_minus_top_2(decoder: Decoder) -> None:

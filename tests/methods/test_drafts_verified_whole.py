@@ -79,8 +79,8 @@ def two_model(decoder: Decoder) -> Drafter:
 
 DRAFTERS = {
     "token_recycling": without_training("token_recycling"),
-    "one successor": without_training("token_recycling", k=1, tree=[1, 1]),
-    "63 nodes": without_training("token_recycling", k=61, tree=[30, 20, 13]),
+    "one successor": without_training("token_recycling", k=1),
+    "many successors": without_training("token_recycling", k=61),
     "lookahead": without_training("lookahead"),
     "a long lookahead": without_training("lookahead", ngram=5, window=7, guesses=7),
     "layerskip": without_training("layerskip", exit_layer=3, confidence=0.0),

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from decoding.helpers import tiny
+from decoding.invariants import check_invariants
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 from native_kernel import skip_without_kernel
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -105,7 +105,7 @@ def test_greedy_is_the_base_on_other_architectures(name: str, method: str) -> No
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("settings", [CHAIN, TREE, CHAIN | {"lookup": 3, "weights": "bf16"}])
+@pytest.mark.parametrize("settings", [CHAIN, TREE, CHAIN | {"lookup": "sam", "weights": "bf16"}])
 @pytest.mark.parametrize(
     "sampling",
     [None, SamplingSettings(1.0, seed=2), SamplingSettings(1.0, top_p=0.95, seed=2)],
@@ -208,17 +208,11 @@ def test_what_is_read_of_committed_tokens_is_true(
     assert compared > 5
 
 
-@pytest.mark.parametrize(
-    "method, setting, drafts",
-    [
-        ("eagle3", "plain", "coupled"),
-        pytest.param("eagle", "all", "drawn", marks=pytest.mark.slow),
-    ],
-)
-def test_sampling_keeps_the_distribution(method: str, setting: str, drafts: str) -> None:
+@pytest.mark.parametrize("method, setting", [("eagle3", "plain")])
+def test_sampling_keeps_the_distribution(method: str, setting: str) -> None:
     model, decoder = tiny(5, vocab=VOCAB)
     layer = layer_of(method, BaseShape.of(model.config))
-    drafter = drafter_of(method, decoder, layer, drafts=drafts, **TREE | {"nodes": 4})
+    drafter = drafter_of(method, decoder, layer, **TREE | {"nodes": 4})
     assert p_value(sampled(SETTINGS[setting], drafter), analytic(SETTINGS[setting], 5)) > ALARM
 
 
@@ -230,7 +224,7 @@ def test_the_loss_of_eagle3_is_that_of_its_own_head_and_its_gradient_reaches_all
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # a prompt
     layer.tap_sizes.copy_(torch.linspace(0.5, 2, len(layer.tap_sizes)))
-    objective = spec.find_training("eagle3").objective(teacher, layer, step_decay=0.5)
+    objective = spec.find_training("eagle3").objective(teacher, layer)
     loss, report = objective(tokens, mask)
     loss.backward()
     found = {name: p.grad.clone() for name, p in layer.named_parameters() if p.grad is not None}
@@ -246,7 +240,7 @@ def test_the_loss_of_eagle3_is_that_of_its_own_head_and_its_gradient_reaches_all
     for out in outputs:
         q = layer.head(layer.norm(out[mask])).log_softmax(-1)
         kls.append((p.exp() * (p - q)).sum(-1).mean())
-    wanted = (kls[0] + 0.5 * kls[1]) / 1.5
+    wanted = (kls[0] + 0.8 * kls[1]) / 1.8
     torch.testing.assert_close(loss, wanted, atol=1e-4, rtol=1e-4)
     wanted.backward()
     for name, parameter in layer.named_parameters():
@@ -255,11 +249,11 @@ def test_the_loss_of_eagle3_is_that_of_its_own_head_and_its_gradient_reaches_all
 
 def test_the_loss_of_eagle_is_of_features_and_distribution_and_noise_is_in_training_alone() -> None:
     teacher = Teacher(base())
-    layer = layer_of("eagle", teacher.shape, draft_vocab=None, kl_weight=0.3)
+    layer = layer_of("eagle", teacher.shape, draft_vocab=None)
     tokens = ids(2, 8)
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # a prompt
-    objective = spec.find_training("eagle").objective(teacher, layer, step_decay=0.5)
+    objective = spec.find_training("eagle").objective(teacher, layer)
     loss, _ = objective(tokens, mask)
     trace = teacher.parts.trace(tokens).hidden
     (out,) = layer.unrolled(trace[0], shift(trace[-1]))
@@ -267,7 +261,7 @@ def test_the_loss_of_eagle_is_of_features_and_distribution_and_noise_is_in_train
     p, q = (teacher.head.logits(x).log_softmax(-1) for x in (feature, drafted))
     difference = (feature - drafted).abs()
     smooth = torch.where(difference < 1, 0.5 * difference.square(), difference - 0.5).mean()
-    wanted = smooth + 0.3 * (p.exp() * (p - q)).sum(-1).mean()
+    wanted = smooth + 0.1 * (p.exp() * (p - q)).sum(-1).mean()
     torch.testing.assert_close(loss, wanted, atol=1e-4, rtol=1e-4)
     layer.train()
     noisy = [float(objective(tokens, mask)[0]) for _ in range(2)]
@@ -280,7 +274,7 @@ def test_training_starts_better_than_at_random(method: str) -> None:
     layer = training.build(training.config_for(teacher.shape), teacher.shape)
     tokens = [ids(4, 24, seed=seed) for seed in range(6)]
     mask = torch.ones_like(tokens[0], dtype=torch.bool)
-    objective = training.objective(teacher, layer, 0.8)
+    objective = training.objective(teacher, layer)
     before = [objective(t, mask)[1].loss for t in tokens]
     assert training.start is not None
     training.start(teacher, layer, [(t, mask, None) for t in tokens])
@@ -296,7 +290,6 @@ def test_training_starts_better_than_at_random(method: str) -> None:
         ("eagle3", {"draft_vocab": 99}, "'draft_vocab' is 99; .*at most the base model's 61"),
         ("eagle3", {"kv_heads": 3}, "'kv_heads' is 3; accepted: a divisor of heads"),
         ("eagle3", {"unroll_steps": 0}, "'unroll_steps' is 0; accepted: 1 to 16"),
-        ("eagle", {"noise": -1.0}, "'noise' is -1.0; accepted: 0 to 10"),
     ],
 )
 def test_refused_options(method: str, options: dict[str, Any], message: str) -> None:

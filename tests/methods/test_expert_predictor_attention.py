@@ -11,7 +11,6 @@ import torch
 from model.tiny_models import MOE, tiny_model
 from torch import Tensor
 
-from multirate.errors import UserError
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor
@@ -117,13 +116,3 @@ def test_depths_continue_the_same_stream() -> None:
     near, far = predictor.step(0, r, None, None, routing, onward)
     torch.testing.assert_close(predictor.step(1, near, None, 1, later, onward)[0], far)
     assert len(predictor.step(1, r, None, None, routing, onward)) == 1
-
-
-def test_predictors_from_before_attention_still_load() -> None:
-    written = {"rank": 64, "sketch": 8, "ahead": 2, "membership": 0.5, "alignment": 0.1}
-    config = ExpertPredictorConfig.from_json(written)
-    assert not config.attention
-    _, predictor = built(ahead=2)
-    assert {name for name, _ in predictor.named_parameters()} == {"down", "sketch", "up.0", "up.1"}
-    with pytest.raises(UserError, match="attention"):
-        ExpertPredictorConfig.from_json({**written, "attention": 1})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 from transformers import (
     Gemma3TextConfig,
@@ -23,7 +24,6 @@ from transformers import (
     SmolLM3Config,
 )
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep

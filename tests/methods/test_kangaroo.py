@@ -198,7 +198,7 @@ def test_runs_on_the_native_decoder_in_bf16() -> None:
 @pytest.mark.parametrize("packed, error", [("bf16", 0.03), ("int8", 0.1)])
 def test_the_native_runner_is_the_runner(packed: DraftWeights, error: float) -> None:
     decoder, shape = native_base()
-    adapter = KangarooAdapter(KangarooConfig.for_base(shape, match_parameters=100_000), shape)
+    adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
     disturb(adapter)
     native, plain = make_runner(decoder, adapter, packed), KangarooRunner(decoder, adapter)
     assert isinstance(native, NativeKangarooRunner)

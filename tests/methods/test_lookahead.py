@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from decoding.helpers import reference, tiny
+from decoding.helpers import path_tokens, reference, tiny
+from decoding.invariants import check_invariants
 
 from multirate.decoding.drafter import Draft, Verified
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler, SamplingSettings
 from multirate.decoding.speculative import SpeculativeStep
@@ -43,7 +43,7 @@ def simulate(steps: int, prompt: list[int], **settings: Any) -> list[Draft]:
 
 def test_the_window_collects_n_grams_that_are_then_drafted() -> None:
     drafts = simulate(12, [0, 3, 6, 1, 8, 4], ngram=3, window=5, guesses=2)
-    paths = [draft.path_tokens() for draft in drafts]
+    paths = [path_tokens(draft) for draft in drafts]
     text = {(first % 10, (first + 1) % 10) for first in range(10)}
     # at first only the window's one level, then both of them
     assert [max(draft.depths) for draft in drafts[:2]] == [6, 6]

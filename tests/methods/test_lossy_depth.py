@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
 from multirate.calibration.calibrate import calibrate
 from multirate.calibration.risk import samples_needed
 from multirate.decoding.depth import Leaving
-from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -36,9 +35,8 @@ from .tiny import disturb
 
 LAYERS = LLAMA.num_hidden_layers
 METHODS = [name for name, known in spec.all_specs().items() if known.role == "depth"]
-KV = {"skipdecode": ["none"], "mixture_of_depths": [None]}
-"""Where K/V of skipped layers come from, of methods that do not let the user choose."""
-SCORED = [name for name in METHODS if name not in KV]
+SCORED = [name for name in METHODS if name not in ("skipdecode", "mixture_of_depths")]
+PROPAGATED = [name for name in SCORED if name not in ("deed", "free")]
 STOP = StopSettings(max_new_tokens=24)
 OFTEN = {
     "calm": 0.02,
@@ -137,30 +135,27 @@ def test_what_never_leaves_says_the_models_own_text(
 @pytest.mark.parametrize("name", METHODS)
 def test_rows_of_a_batch_are_as_if_alone_and_leave_no_holes(decoder: Decoder, name: str) -> None:
     """Some leave early, each at its own layer; K/V are there wherever a later token looks."""
-    for kv in KV.get(name, ["propagate", "deferred"]):
-        settings = {} if name in KV else {"kv": kv}
-        step = step_of(decoder, name, OFTEN[name], **settings)
-        assert not isinstance(step, DynamicDepthStep) or step.kv == kv
+    step = step_of(decoder, name, OFTEN[name])
 
-        def check(session: Session, step: Step) -> None:
-            if session.stats.target_passes % 6 == 0 or not session.active:
-                atol = 1e-4 if isinstance(decoder, HFDecoder) else 0.0
-                check_invariants(session, step, atol=atol)
+    def check(session: Session, step: Step) -> None:
+        if session.stats.target_passes % 6 == 0 or not session.active:
+            atol = 1e-4 if isinstance(decoder, HFDecoder) else 0.0
+            check_invariants(session, step, atol=atol)
 
-        together = generate(decoder, step, PROMPTS, stop=STOP, after_step=check)
-        apart = [generate(decoder, step, [prompt], stop=STOP) for prompt in PROMPTS]
-        assert together.sequences == [out.sequences[0] for out in apart]
-        assert len(together.stats.exits) > 1 and min(together.stats.exits) < LAYERS
-        for layers, count in together.stats.exits.items():
-            assert count == sum(out.stats.exits.get(layers, 0) for out in apart)
+    together = generate(decoder, step, PROMPTS, stop=STOP, after_step=check)
+    apart = [generate(decoder, step, [prompt], stop=STOP) for prompt in PROMPTS]
+    assert together.sequences == [out.sequences[0] for out in apart]
+    assert len(together.stats.exits) > 1 and min(together.stats.exits) < LAYERS
+    for layers, count in together.stats.exits.items():
+        assert count == sum(out.stats.exits.get(layers, 0) for out in apart)
 
 
-@pytest.mark.parametrize("name", SCORED)
+@pytest.mark.parametrize("name", PROPAGATED)
 def test_propagated_kv_come_from_the_residual_that_the_token_itself_left_with(
     decoder: Decoder, name: str
 ) -> None:
     """Not from the first exit that some token left at, as public code has it."""
-    step = step_of(decoder, name, OFTEN[name], kv="propagate")
+    step = step_of(decoder, name, OFTEN[name])
     left: list[tuple[int, int, torch.Tensor]] = []
     told = step.policy.leave
 
@@ -229,8 +224,7 @@ def test_a_reduced_head_says_its_own_tokens_at_exits(decoder: Decoder, name: str
     module = module_of(method, draft_vocab=30)
     module.draft_tokens.copy_(torch.arange(1, 61, 2))
     assert method.dynamic is not None
-    settings = {**method.dynamic.settings(module, 0.0), "weights": "bf16"}
-    step = method.make_step(decoder, module, settings)
+    step = method.make_step(decoder, module, method.dynamic.settings(module, 0.0))
     out = generate(decoder, step, PROMPTS, stop=STOP)  # type: ignore[arg-type]
     assert out.stats.exits == {step.policy.exits[0]: out.stats.tokens - len(PROMPTS)}
     assert all(token % 2 == 1 for tokens in out.sequences for token in tokens[1:])

@@ -12,6 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kernel import skip_without_kernel
@@ -19,7 +20,6 @@ from native_kernel import skip_without_kernel
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
 from multirate.decoding.given_texts import GivenTexts
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -86,12 +86,10 @@ def texts(tmp_path_factory):
     nodes=st.integers(1, 24),
     verify_threshold=st.sampled_from([0, 0.02, 0.3]),
     reduced=st.sampled_from([None, 20]),
-    trust=st.sampled_from(["confidence", "arla"]),
-    lookup=st.sampled_from([0, 1, 3, 5, "sam"]),
+    lookup=st.sampled_from([0, "sam"]),
     given_texts=st.booleans(),
     fuse=st.booleans(),
     tapped=st.booleans(),
-    own_head=st.booleans(),
 )
 def test_greedy_is_the_base_token_for_token(
     decoders,
@@ -105,12 +103,10 @@ def test_greedy_is_the_base_token_for_token(
     nodes,
     verify_threshold,
     reduced,
-    trust,
     lookup,
     given_texts,
     fuse,
     tapped,
-    own_head,
 ):
     if backend not in decoders:
         skip_without_kernel()
@@ -119,7 +115,6 @@ def test_greedy_is_the_base_token_for_token(
         "draft_vocab": reduced,
         "fuse": fuse,
         "taps": taps_of(preset, gate) if tapped else (),
-        "own_head": own_head,
     }
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     drafter = M2R2Drafter(
@@ -131,7 +126,6 @@ def test_greedy_is_the_base_token_for_token(
             nodes,
             draft_threshold=verify_threshold,
             verify_threshold=verify_threshold,
-            trust=trust,
             lookup=lookup,
             texts=texts if lookup and given_texts else None,
         ),
@@ -206,17 +200,16 @@ def test_a_perfect_stream_is_accepted_whole(decoders):
 
 
 @pytest.mark.parametrize("backend", ["hf", "native"])
-@pytest.mark.parametrize("drafts", ["coupled", "likeliest"])
 @pytest.mark.parametrize(
     "sampling", [*SAMPLINGS[1:], SamplingSettings(1.0, repetition_penalty=1.3)]
 )
-def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
+def test_sampled_text_is_plain_decodings(decoders, backend, sampling):
     """Token for token, in trees, in chains (with a penalty), in a batch and alone."""
     if backend not in decoders:
         skip_without_kernel()
     decoder, sampling = decoders[backend], replace(sampling, seed=5)
     stream, stop = stream_of(LLAMA, "m2r2-carry", rank=8), StopSettings(max_new_tokens=12)
-    config = replace(EAGER_TREE, drafts=drafts, lookup=3)
+    config = replace(EAGER_TREE, lookup="sam")
     for prompts in (PROMPTS[:1], PROMPTS):
         plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         step = SpeculativeStep(M2R2Drafter(decoder, stream, config))
@@ -226,14 +219,13 @@ def test_sampled_text_is_plain_decodings(decoders, backend, drafts, sampling):
         assert generate(decoder, step, prompts, stop=stop).sequences == greedy.sequences
 
 
-@pytest.mark.parametrize("drafts", ["coupled", "drawn"])
 @pytest.mark.parametrize("repetition", [1.0, 1.3])
-def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition, drafts):
+def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition):
     stream = stream_of(LLAMA, "m2r2-carry", rank=8)
     drafter = M2R2Drafter(
         decoders["hf"],
         stream,
-        M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
+        M2R2DecodeConfig(draft_threshold=0.0, verify_threshold=0.0),
     )
     sampling = SamplingSettings(temperature=0.9, top_p=0.9, seed=4, repetition_penalty=repetition)
     out = generate(
@@ -249,8 +241,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch(decoders, repetition, drafts)
     assert out.sequences[0] == one.sequences[0]
 
 
-@pytest.mark.parametrize("drafts", ["coupled", "likeliest", "drawn"])
-def test_sampling_keeps_the_base_distribution(decoders, drafts):
+def test_sampling_keeps_the_base_distribution(decoders):
     """χ² of the second and third token over many seeds against the base's own probabilities."""
     from scipy import stats
 
@@ -261,7 +252,7 @@ def test_sampling_keeps_the_base_distribution(decoders, drafts):
     drafter = M2R2Drafter(
         decoder,
         stream,
-        M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0, drafts=drafts),
+        M2R2DecodeConfig(depth=3, draft_threshold=0.0, verify_threshold=0.0),
     )
     settings_ = dict(temperature=1.5, top_k=6)
     draws = 1500
@@ -333,15 +324,12 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     nodes=st.integers(1, 20),
     verify_threshold=st.sampled_from([0.0, 0.02, 0.1]),
     reduced=st.sampled_from([None, 20]),
-    lookup=st.sampled_from([0, 1, 4, "sam"]),
+    lookup=st.sampled_from([0, "sam"]),
     given_texts=st.booleans(),
     weights=st.sampled_from(["bf16", "int8"]),
     sampling=st.sampled_from(SAMPLINGS),
-    drafts=st.sampled_from(["coupled", "likeliest"]),
     fuse=st.booleans(),
     tapped=st.booleans(),
-    own_head=st.booleans(),
-    sampled_candidates=st.integers(1, 4),
 )
 def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     decoders,
@@ -358,11 +346,8 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
     given_texts,
     weights,
     sampling,
-    drafts,
     fuse,
     tapped,
-    own_head,
-    sampled_candidates,
 ):
     """Same drafts, same tokens step by step (plain decoding's), and the same committed keys and
     values, bit for bit.
@@ -374,7 +359,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         "draft_vocab": reduced,
         "fuse": fuse,
         "taps": taps_of(preset, gate) if tapped else (),
-        "own_head": own_head,
     }
     stream = stream_of(LLAMA, preset, seed, gates=(gate,), rank=8, **options)
     config = M2R2DecodeConfig(
@@ -386,8 +370,6 @@ def test_a_round_in_one_kernel_call_is_the_round_in_parts(
         lookup=lookup,
         texts=texts if lookup and given_texts else None,
         weights=weights,
-        drafts=drafts,
-        sampled_candidates=sampled_candidates,
     )
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], sampling=sampling
@@ -412,7 +394,7 @@ def adaptive(decoder, stream, **settings):
 
 
 @pytest.mark.parametrize("preset", ["m2r2", "m2r2-carry"])
-@pytest.mark.parametrize("lookup", [0, 3, "sam"])
+@pytest.mark.parametrize("lookup", [0, "sam"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_steps_that_choose_their_draft_are_the_same_in_one_call_and_in_parts(
     decoders, untimed, texts, preset, lookup, seed
@@ -540,7 +522,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
     stop = StopSettings(max_new_tokens=100)
     plain = generate(decoder, PlainStep(), PROMPTS, stop=stop)
     steps = {}
-    for lookup in (0, 3, "sam"):
+    for lookup in (0, "sam"):
         config = M2R2DecodeConfig(
             depth=2,
             nodes=9,
@@ -557,8 +539,7 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
         )
         assert out.sequences == plain.sequences and one.sequences == plain.sequences[:1]
         steps[lookup] = out.stats.sequence_steps, one.stats.sequence_steps
-    for lookup in (3, "sam"):
-        assert steps[lookup][0] < 0.6 * steps[0][0] and steps[lookup][1] < 0.6 * steps[0][1]
+    assert steps["sam"][0] < 0.6 * steps[0][0] and steps["sam"][1] < 0.6 * steps[0][1]
     if backend == "native":
         assert_fused_steps_are_steps_in_parts(
             decoder, lambda: M2R2Drafter(decoder, stream, config), PROMPTS[0], 100
@@ -582,48 +563,6 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
             generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences
             == plain.sequences
         )
-
-
-@pytest.mark.parametrize("sampling", [None, SamplingSettings(temperature=1.0, seed=0)])
-@pytest.mark.parametrize("bias,levels", [(-20.0, 1), (20.0, 5)])
-def test_arla_decides_how_long_a_draft_is(decoders, bias, levels, sampling):
-    """A distrustful ARLA drafts one level (the shortest draft there is), a trustful one all of
-    them.
-    """
-    stream = stream_of(LLAMA, "m2r2-carry", rank=8)
-    with torch.no_grad():
-        stream.arla.out.weight.zero_()
-        stream.arla.out.bias.fill_(bias)
-    settings = M2R2DecodeConfig(
-        depth=5, width=1, nodes=5, draft_threshold=0.5, verify_threshold=0.0, trust="arla"
-    )
-    drafter = M2R2Drafter(decoders["hf"], stream, settings)
-    drafted = []
-    original = drafter.draft
-
-    def draft(seqs, last_tokens, limits, sampler):
-        drafts = original(seqs, last_tokens, limits, sampler)
-        drafted.extend(len(d.tokens) for d, limit in zip(drafts, limits, strict=True) if limit >= 5)
-        return drafts
-
-    drafter.draft = draft
-    generate(
-        decoders["hf"],
-        SpeculativeStep(drafter),
-        PROMPTS[:1],
-        sampling,
-        StopSettings(max_new_tokens=20),
-    )
-    assert drafted and set(drafted) == {levels}
-
-
-def test_trust_in_an_arla_that_is_not_there_is_refused(decoders):
-    with pytest.raises(UserError, match="arla_dim=0"):
-        M2R2Drafter(
-            decoders["hf"], stream_of(LLAMA, "m2r2", arla_dim=0), M2R2DecodeConfig(trust="arla")
-        )
-    with pytest.raises(UserError, match="'trust' is 'belief'"):
-        M2R2DecodeConfig(trust="belief")
 
 
 def test_settings_out_of_range_are_named():

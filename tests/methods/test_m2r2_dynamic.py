@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
 from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -127,11 +127,11 @@ def test_without_thresholds_a_step_is_the_lossless_one(decoders: dict[str, Decod
 @pytest.mark.parametrize("backend", ["hf", "native"])
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("share", ["all", "some"])
-@pytest.mark.parametrize("way", ["one", "deferred", "propagate"])
+@pytest.mark.parametrize("way", ["one", "deferred"])
 def test_kv_are_complete_after_every_step(
     decoders: dict[str, Decoder], backend: str, sampling: str, share: str, way: str
 ) -> None:
-    """Those of a fresh prefill where they are deferred, written everywhere where propagated."""
+    """Those of a fresh prefill."""
     decoder = of(decoders, backend)
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
     low = [0.0] * count if share == "all" else middle_score(decoder, stream, count)
@@ -156,9 +156,8 @@ def test_kv_are_complete_after_every_step(
         sampling=SAMPLINGS[sampling],
         check=check,
         exit_thresholds=low,
-        kv="propagate" if way == "propagate" else "deferred",
     )
-    assert inexact == (way == "propagate")
+    assert not inexact
     assert [len(tokens) for tokens in out.sequences] == [24] * len(PROMPTS)
     early = sum(tokens for layers, tokens in out.stats.exits.items() if layers < LAYERS)
     late = out.stats.exits.get(LAYERS, 0)
@@ -176,7 +175,7 @@ def test_a_text_does_not_depend_on_the_rest_of_the_batch(
     settings = {
         "exit_thresholds": middle_score(decoder, stream, count),
         "exit_score": "arla",
-        "lookup": 4,
+        "lookup": "sam",
     }
     chosen = SAMPLINGS[sampling]
     together = run(decoder, stream, sampling=chosen, **settings)
@@ -192,7 +191,7 @@ def test_a_text_does_not_depend_on_the_generations_before(decoders: dict[str, De
     decoder, stream = decoders["hf"], carry()
     settings = M2R2DecodeConfig(
         exit_thresholds=middle_score(decoder, stream, 1),  # type: ignore[arg-type]
-        lookup=4,
+        lookup="sam",
     )
     step = step_of(decoder, stream, settings)
     first = [generate(decoder, step, [p], stop=STOP).sequences for p in PROMPTS]
@@ -265,7 +264,7 @@ def test_text_ends_at_an_early_exit(
 ) -> None:
     decoder, prompts = of(decoders, backend), PROMPTS[:batch]
     stream, count = (carry(), 1) if way == "one" else (gates(), 3)
-    settings = {"exit_thresholds": [0.0] * count, "kv": "deferred"}
+    settings = {"exit_thresholds": [0.0] * count}
     whole = run(decoder, stream, prompts, **settings).sequences
 
     def check(session: Session, step: Step) -> None:
@@ -322,11 +321,11 @@ def test_a_conversation_goes_on_in_the_kept_cache(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("lookup", [0, 4])
+@pytest.mark.parametrize("lookup", [0, "sam"])
 @pytest.mark.parametrize("score", ["arla", "confidence"])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 0.2, 0.5, NEVER])
 def test_fused_steps_are_steps_in_parts(
-    decoders: dict[str, Decoder], threshold: float, score: str, lookup: int, seed: int
+    decoders: dict[str, Decoder], threshold: float, score: str, lookup: Any, seed: int
 ) -> None:
     """Same drafts, tokens and exits, step by step, and the same K/V to the bit."""
     decoder = of(decoders, "native")
@@ -363,7 +362,7 @@ def test_streams_and_texts_draft_in_one_step(
     settings = M2R2DecodeConfig(
         exit_thresholds=middle_score(decoder, stream, 1),  # type: ignore[arg-type]
         exit_score="arla",
-        lookup=4,
+        lookup="sam",
     )
     repeats = (PROMPTS[0] * 6)[:40]
     assert_fused_steps_are_steps_in_parts(
@@ -381,7 +380,7 @@ def test_a_threshold_above_every_score_is_the_lossless_step(decoders: dict[str, 
             exit_thresholds=thresholds,  # type: ignore[arg-type]
             draft_threshold=0.1,
             verify_threshold=0.05,
-            lookup=4,
+            lookup="sam",
         )
         drafter, drafts = M2R2Drafter(decoder, stream, settings), []
         fused = drafter.fused_steps
@@ -420,7 +419,7 @@ def test_kv_are_exact_after_every_fused_step(
             check=lambda session, step: check_invariants(session, step, atol=1e-3),
             exit_thresholds=[threshold],
             exit_score="confidence",
-            lookup=3,
+            lookup="sam",
         )
         early += out.stats.exits.get(1, 0)
     assert early > 0
@@ -453,7 +452,7 @@ def test_no_clock_decides_what_is_said(
     settings = {
         "exit_thresholds": middle_score(decoder, stream, 1),
         "exit_score": "arla",
-        "lookup": 4,
+        "lookup": "sam",
     }
     said = []
     for seconds in ([1e-9], [1e-3, 5.0, 1e-6, 80.0]):
@@ -525,7 +524,5 @@ def test_what_is_refused(decoders: dict[str, Decoder]) -> None:
             gates(fuse=True, reinitialise=False),
             M2R2DecodeConfig(exit_thresholds=[0.5] * 3),  # type: ignore[arg-type]
         )
-    with pytest.raises(UserError, match="kv='propagate' needs an accelerator with several gates"):
-        step_of(decoder, carry(), M2R2DecodeConfig(exit_thresholds=[0.5], kv="propagate"))  # type: ignore[arg-type]
     with pytest.raises(UserError, match="exit_thresholds"):
         M2R2DecodeConfig(exit_thresholds=["much"])  # type: ignore[arg-type]

@@ -1,10 +1,7 @@
-"""Medusa: heads are trained for the rows that drafting reads them at; drafting loses nothing but
-what typical acceptance is asked to.
-"""
+"""Medusa: heads are trained for the rows that drafting reads them at; drafting loses nothing."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,6 @@ import torch
 from decoding.helpers import reference, tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 
-from multirate import errors
-from multirate.bench.method_runs import method_run
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.speculative import SpeculativeStep
@@ -63,7 +58,7 @@ def test_the_loss_compares_head_k_with_the_model_k_rows_later() -> None:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[0, :4] = False  # a prompt
     mask[1, 7:] = False  # padding
-    loss, report = MedusaObjective(teacher, heads, step_decay=0.5)(tokens, mask)
+    loss, report = MedusaObjective(teacher, heads)(tokens, mask)
     normed = teacher.slow(tokens, 0).normed
     model = teacher.head.logits(normed).log_softmax(-1)
     wanted = []
@@ -72,7 +67,7 @@ def test_the_loss_compares_head_k_with_the_model_k_rows_later() -> None:
         rows = [(0, t) for t in range(6, 9)] + [(1, t) for t in range(2, 7)]
         kl = [(model[b, t].exp() * (model[b, t] - drafted[b, t - k])).sum() for b, t in rows]
         wanted.append(torch.stack(kl).mean())
-    torch.testing.assert_close(loss, wanted[0] + 0.5 * wanted[1], atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(loss, wanted[0] + 0.8 * wanted[1], atol=1e-4, rtol=1e-4)
     assert report.result.agree.shape == (2, 8)
 
 
@@ -168,37 +163,6 @@ def engine_with_heads() -> tuple[Any, Engine]:
     return model, engine
 
 
-def test_typical_acceptance_is_lossy_and_said_to_be() -> None:
-    """It accepts more than exact acceptance, and the row of a benchmark is marked."""
-    _, engine = engine_with_heads()
-    stop, warm = engine.stopping(40), SamplingSettings(1.0, seed=2)
-    accepted = {}
-    for name in ("medusa", "medusa:acceptance=typical:epsilon=0.05:delta=0.1"):
-        out = engine.generate(PROMPTS, warm, stop, method=name, speculate="always")
-        accepted[name] = out.stats.accepted
-        lossy = name != "medusa"
-        said = f"{name} is lossy: its text may differ from the model's own"
-        assert engine.notice == (said if lossy else None)
-        assert method_run(engine, name, 8).lossless == engine.lossless(name) == (not lossy)
-    exact, typical = accepted.values()
-    assert typical > exact
-
-
-def test_greedy_typical_acceptance_is_exact_and_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_said", set())
-    model, engine = engine_with_heads()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            name = "medusa:acceptance=typical"
-            out = engine.generate(PROMPTS, stop=engine.stopping(20), method=name)
-            assert out.sequences == [reference(model, prompt, 20) for prompt in PROMPTS]
-            assert engine.notice is None
-    assert [str(one.message) for one in seen if one.category is errors.Notice] == [
-        "at temperature 0 typical acceptance is exact: the text is the model's own"
-    ]
-
-
 def test_refusals() -> None:
     model = base()
     decoder = load_decoder(model, "hf")
@@ -212,14 +176,6 @@ def test_refusals() -> None:
     ):
         with pytest.raises(UserError, match=message):
             MedusaConfig.for_base(BaseShape.of(model.config), **options)
-    for settings, message in (
-        ({"acceptance": "loose"}, "'acceptance' is 'loose'; accepted: 'exact', 'typical'"),
-        ({"acceptance": "typical", "epsilon": 1.0}, "'epsilon' is 1.0; accepted: .*below 1"),
-        ({"acceptance": "typical", "delta": 0}, "'delta' is 0; accepted: .*above 0"),
-        ({"delta": 0.2}, "'delta' is 0.2; accepted: null, or set together with acceptance=typical"),
-    ):
-        with pytest.raises(UserError, match=message):
-            find("medusa").make_step(decoder, heads_for(model), settings)
     with pytest.raises(UserError, match=r"widths are \[1, 1, 1, 1\], .* heads for only 3 depths"):
         drafter_for(model, decoder, (1, 1, 1, 1))
     with pytest.raises(UserError, match="needs an accelerator trained with --method medusa"):

@@ -14,18 +14,15 @@ from transformers import AutoModelForCausalLM
 import multirate
 from multirate.errors import UserError
 from multirate.methods.common.least_squares import direction
-from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.common.linear_exits import LinearExits, start_from_least_squares
 from multirate.methods.common.multi_exit import MultiExitObjective
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.deed.config import DeedConfig
 from multirate.methods.deed.modules import AdaptedExits
 from multirate.methods.deed.train import DeedObjective
 from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
-from multirate.methods.free.modules import ShallowExit
 from multirate.methods.free.train import FreeObjective
 from multirate.methods.lite.config import PAPER_THRESHOLDS, LiteConfig, default_thresholds
-from multirate.methods.lite.modules import LiteExits
-from multirate.methods.lite.train import LiteObjective
 from multirate.methods.spec import find
 from multirate.model.load import load_decoder
 from multirate.training.loop import train
@@ -35,9 +32,9 @@ from .tiny import base, disturb, ids
 
 
 def both(teacher: Teacher) -> list[tuple[Any, MultiExitObjective]]:
-    lite = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    lite = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     deed = AdaptedExits(DeedConfig.for_base(teacher.shape, exits=[1, 3], rank=5), teacher.shape)
-    return [(lite, LiteObjective(teacher, lite)), (deed, DeedObjective(teacher, deed))]
+    return [(lite, MultiExitObjective(teacher, lite)), (deed, DeedObjective(teacher, deed))]
 
 
 def some(teacher: Teacher) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +75,7 @@ def test_the_loss_is_the_mean_of_kl_alike_or_by_depth() -> None:
 
 def test_lites_maps_start_from_least_squares() -> None:
     teacher = Teacher(base())
-    module = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    module = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     tokens, mask = some(teacher)
     batches = [
         (ids(4, 12, seed=seed), torch.ones(4, 12, dtype=torch.bool), None) for seed in (1, 2)
@@ -104,7 +101,7 @@ def test_thresholds_are_the_papers_or_on_the_line_through_them() -> None:
     assert default_thresholds(3) == (0.95, 0.9, 0.7)
     model = base()
     decoder, teacher = load_decoder(model, "hf"), Teacher(model)
-    exits = LiteExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
+    exits = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     with pytest.raises(UserError, match=r"thresholds has 1 values; accepted: one for each"):
         find("lite").make_step(decoder, exits, {"thresholds": [0.5]})
     with pytest.raises(UserError, match="thresholds"):
@@ -118,15 +115,15 @@ def test_frees_one_exit_is_taught_the_last_layers_residual_too() -> None:
     teacher = Teacher(base())
     tokens, mask = some(teacher)
     slow = teacher.slow(tokens, shared=0, gates=(2,))
-    losses = {}
-    for weight in (0.0, 3.0):
-        config = FreeConfig.for_base(teacher.shape, exits=[2], distillation=weight)
-        module = ShallowExit(config, teacher.shape)
-        disturb(module)
-        losses[weight] = float(FreeObjective(teacher, module)(tokens, mask)[0])
+    module = LinearExits(FreeConfig.for_base(teacher.shape, exits=[2]), teacher.shape)
+    disturb(module)
+    with_it, without = (
+        float(objective(teacher, module)(tokens, mask)[0])
+        for objective in (FreeObjective, MultiExitObjective)
+    )
     said = direction(module(2, slow.residual[2][mask]))
     apart = float((said - direction(slow.final[mask])).square().mean())
-    assert losses[3.0] - losses[0.0] == pytest.approx(3 * apart, rel=1e-3)
+    assert with_it - without == pytest.approx(apart, rel=1e-3)
 
 
 def test_what_free_cannot_use_is_refused() -> None:
@@ -135,8 +132,6 @@ def test_what_free_cannot_use_is_refused() -> None:
     for exits in ([1, 2], [4], [0], []):
         with pytest.raises(UserError, match="exits"):
             FreeConfig.for_base(shape, exits=exits)
-    with pytest.raises(UserError, match="distillation"):
-        FreeConfig.for_base(shape, distillation=-1.0)
     for threshold in (-0.1, 1.1):
         with pytest.raises(UserError, match=r"threshold.*null or a number from 0 to 1"):
             FreeDecodeConfig(threshold=threshold)

@@ -36,7 +36,7 @@ from .tiny import VOCAB, base, disturb, ids
 METHODS = ["m2r2", "m2r2-carry", "kangaroo", "eagle", "eagle3"]
 HEADS: dict[str, list[dict[str, Any]]] = {
     "medusa": [{}, {"draft_vocab": 40}],
-    "hydra": [{}, {"prefix": False, "layers": 1, "draft_vocab": 40}],
+    "hydra": [{}, {"layers": 1, "draft_vocab": 40}],
 }
 """Methods whose heads read the last verified row, and the heads' options to be tested."""
 DRAFT_ALL = {"draft_threshold": 0.01, "verify_threshold": 0.01}
@@ -153,16 +153,15 @@ def test_heads_of_a_path_equal_those_without_recordings(
 ) -> None:
     """The prefix layer reads what waits, over what it has read; each level has rows of its own."""
     runners, tape = heads_runners("hydra", options)
-    size, length, layer = MODEL.config.hidden_size, 0, options.get("prefix", True)
+    size, length = MODEL.config.hidden_size, 0
     draw = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    own = [runner.new_cache(1, 64) if layer else None for runner in runners]
+    own = [runner.new_cache(1, 64) for runner in runners]
     for _ in range(data.draw(st.integers(1, 4))):
         hidden = torch.randn(data.draw(st.integers(1, 9)), size, generator=draw)
         rows = Rows.causal(0, length, len(hidden))
         length += len(hidden)
         read = [
-            runner.prefixed(hidden, rows, cache) if layer else runner.normed(hidden)
-            for runner, cache in zip(runners, own, strict=True)
+            runner.prefixed(hidden, rows, cache) for runner, cache in zip(runners, own, strict=True)
         ]
         torch.testing.assert_close(read[0], read[1], **CLOSE)
         known = [x[-1:] for x in read]

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from decoding.invariants import check_invariants
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler
@@ -50,13 +50,12 @@ def tiny() -> Any:
         ("prompt_lookup", {}),
         ("prompt_lookup", {"max_ngram": 1, "tokens": 3}),
         ("sam", {}),
-        ("sam", {"tokens": 5, "least": 2, "per_match": 0.5}),
+        ("sam", {"tokens": 5, "per_match": 0.5}),
         ("lookahead", {}),
         ("lookahead", {"ngram": 4, "window": 3, "guesses": 3}),
         ("layerskip", {}),
         ("layerskip", {"exit_layer": 3, "confidence": 0.0}),
         ("layerskip", {"exit_layer": 2, "confidence": 0.9}),
-        ("layerskip", {"exit_layer": 2, "adaptive": True}),
     ],
 )
 @pytest.mark.parametrize("batch", [1, 3])
@@ -153,8 +152,7 @@ def test_sam_proposes_what_followed_the_longest_end_by_its_length(tiny: Any) -> 
     assert draft(text, per_match=0.5) == [8, 6]
     assert draft(text, per_match=0.1) == [8]
     assert draft(text, limit=2) == draft(text, tokens=2) == [8, 6]
-    assert draft(text, least=5, per_match=1) == [8, 6, 7, 9, 3]
-    assert draft(text, least=6) == draft([1, 2, 3, 4]) == []
+    assert draft([1, 2, 3, 4]) == []
     assert len(draft(text)) == 9
 
 
@@ -175,10 +173,10 @@ def test_registry() -> None:
 def test_a_name_may_carry_settings() -> None:
     assert parse_variant("m2r2") == ("m2r2", {})
     assert parse_variant(
-        "m2r2-carry:lookup=0:trust=arla:verify_threshold=null:draft_threshold=0.5"
+        "m2r2-carry:lookup=0:exit_score=arla:verify_threshold=null:draft_threshold=0.5"
     ) == (
         "m2r2-carry",
-        {"lookup": 0, "trust": "arla", "verify_threshold": None, "draft_threshold": 0.5},
+        {"lookup": 0, "exit_score": "arla", "verify_threshold": None, "draft_threshold": 0.5},
     )
     with pytest.raises(UserError, match="in method 'm2r2:nodes', 'nodes' is not NAME=VALUE"):
         parse_variant("m2r2:nodes")
@@ -193,7 +191,6 @@ def test_settings_refuse(tiny: Any) -> None:
         ("layerskip", {"confidence": 2}, "'confidence' is 2"),
         ("layerskip", [1], "mapping of exit_layer"),
         ("prompt_lookup", {"tokens": 0}, "'tokens' is 0"),
-        ("sam", {"least": 0}, "'least' is 0"),
         ("lookahead", {"ngram": 1}, "'ngram' is 1"),
         ("lookahead", {"ngram": 9, "window": 5}, "'window' is 5; accepted: at least .*7"),
         ("lookahead", {"window": 40}, "'window' is 40; accepted: such that"),

@@ -19,6 +19,7 @@ from multirate.methods.common.least_squares import direction
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
 from multirate.methods.spec import find
+from multirate.methods.specee import exits
 from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
 from multirate.methods.specee.exits import Predictors
 from multirate.methods.specee.modules import SpecEE, features, read_of
@@ -70,13 +71,16 @@ def test_decoding_judges_as_training_did() -> None:
         assert 0.01 < wanted < 0.99
 
 
-def test_a_token_leaves_as_a_candidate_that_the_head_says_there() -> None:
+def test_a_token_leaves_as_a_candidate_that_the_head_says_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Neither as another candidate nor as another token, and only at exits that are looked at."""
     decoder = HFDecoder(model_of(LLAMA))
     module = module_of(BaseShape.of(LLAMA))
     module.first_exits.copy_(torch.tensor([3, 9, 5]))
     assert module.hot(1) == (2,) and module.hot(2) == (2, 3) and module.hot(9) == (1, 2, 3)
-    step: Any = find("specee").make_step(decoder, module, {"threshold": 0.0, "hot": 1})
+    monkeypatch.setattr(exits, "HOT", 1)
+    step: Any = find("specee").make_step(decoder, module, {"threshold": 0.0})
     policy = step.policy
     told, scheduled = policy.leave, policy.schedule
     before: dict[int, Tensor] = {}  # what each sequence's last token left with
@@ -193,6 +197,6 @@ def test_what_it_cannot_use_is_refused() -> None:
     for wrong in ({"exits": [4]}, {"rank": 0}, {"draft_vocab": 3}, {"width": 0}):
         with pytest.raises(UserError, match=next(iter(wrong))):
             SpecEEConfig.for_base(shape, **wrong)
-    for settings in ({"threshold": 1.5}, {"threshold": -0.5}, {"hot": -1}):
+    for settings in ({"threshold": 1.5}, {"threshold": -0.5}):
         with pytest.raises(UserError, match=next(iter(settings))):
             SpecEEDecodeConfig(**settings)  # type: ignore[arg-type]

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from bench import tiny_model
+from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 from tokenizers import AddedToken
 
-from multirate.decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
@@ -65,7 +65,7 @@ def test_the_text_is_plain_decodings_whoever_drafts(
     for draft, settings, prompts in (
         (base, {}, PROMPTS),
         (base, {"tokens": 3}, PROMPTS[:1]),
-        (decoder_of(backend, 1, num_hidden_layers=1), {"confidence": 0.3}, PROMPTS),
+        (decoder_of(backend, 1, num_hidden_layers=1), {"tokens": 6}, PROMPTS),
         (decoder_of(backend, 1, num_hidden_layers=1), {}, PROMPTS[:1]),
     ):
         out = generate(base, step_with(base, draft, **settings), prompts, sampling, STOP)

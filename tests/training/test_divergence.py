@@ -121,7 +121,7 @@ def test_a_base_that_is_not_finite_is_not_called_a_high_rate(
     model.save_pretrained(tmp_path / "model")
     for file in model_dir.glob("token*"):
         (tmp_path / "model" / file.name).write_bytes(file.read_bytes())
-    chosen = settings(optimizer="adamw")
+    chosen = settings()
     with pytest.raises(Diverged, match="before any weight was changed"):
         train(tmp_path / "model", [data], tmp_path / "out", "kangaroo", chosen)
 
@@ -150,7 +150,6 @@ def test_a_seed_has_63_bits() -> None:
             settings(seed=seed)
 
 
-@pytest.mark.parametrize("field", ["lr", "weight_decay", "sharpness", "grad_clip"])
-def test_rates_beyond_float32_are_refused(field: str) -> None:
-    with pytest.raises(UserError, match=rf"{field}.*at most 1e\+30"):
-        settings(**{field: 1e38})
+def test_a_rate_beyond_float32_is_refused() -> None:
+    with pytest.raises(UserError, match=r"lr.*at most 1e\+30"):
+        settings(lr=1e38)

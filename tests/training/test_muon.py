@@ -4,7 +4,6 @@ import torch
 
 from multirate.training.muon import Muon, orthogonalised
 from multirate.training.optimizers import optimizers
-from multirate.training.settings import TrainSettings
 
 
 def test_updates_are_those_of_torch() -> None:
@@ -60,8 +59,8 @@ def test_a_draft_head_moves_at_its_share_of_the_rate() -> None:
     module.head = torch.nn.Linear(4, 6, bias=False)
     module.inner = torch.nn.Linear(4, 4)
     before = module.head.weight.detach().clone()
-    settings = TrainSettings(lr=0.01, head_lr=0.25, optimizer="muon")
-    ours = optimizers(module, settings)
+    rate = 0.01
+    ours = optimizers(module, rate)
     held = [p for optimizer in ours for group in optimizer.param_groups for p in group["params"]]
     assert {id(p) for p in held} == {id(p) for p in module.parameters()}
     assert len(held) == len(list(module.parameters()))
@@ -69,7 +68,7 @@ def test_a_draft_head_moves_at_its_share_of_the_rate() -> None:
         p.grad = torch.rand_like(p) + 0.1
     for optimizer in ours:
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr * group.get("share", 1.0)
+            group["lr"] = rate * group.get("share", 1.0)
         optimizer.step()
     moved = (before - module.head.weight).detach()
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.0025), rtol=1e-3, atol=0)
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.001), rtol=1e-3, atol=0)

@@ -29,8 +29,7 @@ along lite thresholds "$(six 0.999)" "$(six 0.95)" "$(six 0.7)"
 for method in deed free specee mixture_of_depths; do
     along "$method" threshold 0.999 0.95 0.7
 done
-rows+=,free:adaptive=0.4
-along calm-classifier:confidence=classifier:decay=0.0 threshold 0.999 0.95 0.7
+along calm-classifier:decay=0.0 threshold 0.999 0.95 0.7
 along calm:confidence=softmax:draft_vocab=16384:decay=0.0 threshold 0.9999 0.998 0.95
 along calm:confidence=state:decay=0.0 threshold 0.96
 along skipdecode min_share 0.9667 0.85 0.7

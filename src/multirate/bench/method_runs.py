@@ -52,10 +52,6 @@ def method_run(
     if name == GENERATE_STATIC:
         run = static_run(runnable(engine.model), stop.eos_token_ids, max_new_tokens)
         return of_expanded_weights(engine, run)
-    if not sampling.greedy and not engine.repeats_text(name):
-        raise Unavailable(
-            f"{name} samples another text from the same distribution, so it cannot be compared"
-        )
 
     def run_batch(prompts: list[list[int]]) -> list[Answer]:
         output = engine.generate(

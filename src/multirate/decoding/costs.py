@@ -13,8 +13,7 @@ from functools import cached_property
 import torch
 
 from multirate.decoding.draft_length import StepCosts, expected_tokens
-from multirate.decoding.logits import SamplingSettings, greedy_tokens
-from multirate.model.decoder import Decoder
+from multirate.model.decoder import Decoder, argmax_rows
 from multirate.model.rows import Rows
 from multirate.torch_modes import own_modes
 
@@ -30,7 +29,6 @@ _MEASURE_ORDER = (
 )  # most telling first: a slow model's time may not allow all of them
 _CONTEXT = 32
 _TOKEN_STRIDE = 7919  # a prime
-GREEDY = SamplingSettings()
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def measure_costs(
         rows, entering = Rows.causal(0, _CONTEXT, rows_count), tokens[:rows_count]
         if last < info.num_layers:
             x = decoder.first_layers(entering, rows, last, cache)
-            greedy_tokens(decoder.logits(x), GREEDY)
+            argmax_rows(decoder.logits(x))
         elif first:
             decoder.next_tokens(rows, cache, x=hidden[:rows_count], start=first)
         else:

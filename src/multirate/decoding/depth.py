@@ -42,10 +42,6 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
     """
     adapters: Mapping[int, LayerAdapter] | None = None
     """The layers' adapters for the adapter rows, if any."""
-    checks_waiting: bool = False
-    """Whether `final_logits` receives the last layer's logits of tokens that left and whose deeper
-    layers ran later. This takes the LM head for each of them.
-    """
 
     def begin(self, session: Session) -> None:  # noqa: B027 - optional
         """A generation starts; forget the one before."""
@@ -57,13 +53,6 @@ class DepthPolicy(ABC):  # noqa: B024 - a policy overrides `leave` or `schedule`
         self, layers: int, hidden: Tensor, seqs: Sequence[int]
     ) -> None:
         """The tokens of `seqs` are finished after `layers` layers, with residuals hidden [n, d]."""
-
-    def final_logits(  # noqa: B027 - optional
-        self, logits: Sequence[Tensor], seqs: Sequence[int]
-    ) -> None:
-        """With `checks_waiting`: logits [m, V] for each of `seqs`, whose last token has run all
-        layers together with m − 1 pending tokens, the oldest first.
-        """
 
     def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange] | None:
         """The layers that all rows of this step run, as increasing ranges; None: rows leave at

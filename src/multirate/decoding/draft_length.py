@@ -181,11 +181,6 @@ class DraftLengthController:
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
         self._per_token = self._seconds
 
-    @staticmethod
-    def of(costs: StepCosts, nodes: int = 8) -> DraftLengthController:
-        """A controller for drafts of up to ``nodes`` nodes."""
-        return DraftLengthController(costs, nodes)
-
     def pause(self) -> None:
         """Another generation starts; the time until its first step does not count."""
         self._last = None

@@ -37,26 +37,17 @@ class Draft:
     then written these nodes' K/V of the layers below `start`. None: the step embeds the tokens and
     runs these layers itself.
     """
-    probs: Tensor | None = None
-    """[n, V]: the distribution each node's token was drawn from, for a chain drawn with other
-    random numbers than `Sampler.noise`; None otherwise (argmax, lookup, a tree's top-k,
-    `Sampler.choose`). Verification is lossless either way. A drafter must propose every token that
-    it drew from `probs`: to stop drafting, look at the distribution, never at the token.
-    Withholding unlikely tokens would over-represent the others.
-    """
     trusted: frozenset[int] = frozenset()
     """Nodes that are accepted unverified when they are reached (dynamic mode: lossy). Each must be
-    its parent's only child. When sampling, decide this before drawing the token, as above.
+    its parent's only child.
     """
     copied: range = range(0)
     """The nodes that were copied from the text, by number, for observers of the steps."""
 
     @classmethod
-    def chain(
-        cls, tokens: list[int], hidden: Tensor | None = None, probs: Tensor | None = None
-    ) -> Draft:
+    def chain(cls, tokens: list[int], hidden: Tensor | None = None) -> Draft:
         """A draft in which every node continues the one before."""
-        return cls(tokens, list(range(len(tokens))), hidden, probs)
+        return cls(tokens, list(range(len(tokens))), hidden)
 
     @cached_property
     def is_chain(self) -> bool:
@@ -94,13 +85,6 @@ class Draft:
     def _trusted_children(self) -> dict[int, int]:
         return {self.parents[node - 1]: node for node in self.trusted}
 
-    def path_tokens(self) -> list[list[int]]:
-        """For nodes 0..n: the drafted tokens on the path from node 1 down to the node itself."""
-        paths: list[list[int]] = [[]]
-        for token, parent in zip(self.tokens, self.parents, strict=True):
-            paths.append([*paths[parent], token])
-        return paths
-
     def cut(self, depth: int, nodes: int) -> Draft:
         """This draft up to its first node deeper than `depth`, and with at most `nodes` nodes. Node
         numbers stay the same.
@@ -117,7 +101,6 @@ class Draft:
             self.tokens[:count],
             self.parents[:count],
             None if self.hidden is None else self.hidden[: count + 1],
-            None if self.probs is None else self.probs[:count],
             frozenset(node for node in self.trusted if node <= count),
             self.copied,
         )
@@ -141,10 +124,6 @@ class Draft:
         if self.hidden is not None and self.hidden.shape[0] != n + 1:
             raise ValueError(
                 f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}"
-            )
-        if self.probs is not None and self.probs.shape[0] != n:
-            raise ValueError(
-                f"a draft of {n} nodes needs {n} rows of probs, got {self.probs.shape[0]}"
             )
         for node in self.trusted:
             if not 1 <= node <= n or self.parents.count(self.parents[node - 1]) > 1:
@@ -213,12 +192,8 @@ class Drafter(ABC):
     `draft`.
     """
     lossless: bool = True
-    """Whether exact acceptance makes the output the base model's own. True for every drafter that
-    keeps this contract.
-    """
-    repeats_text: bool = True
-    """Whether sampling with a seed then gives the text of plain decoding with that seed. If not
-    (drafts with `Draft.probs`), it is another text from the same distribution.
+    """Whether verification makes the output the base model's own. True for every drafter that keeps
+    this contract.
     """
     taps: tuple[int, ...] = ()
     """Layers, at least `start`, whose entering residuals `prefill` and `accept` receive."""

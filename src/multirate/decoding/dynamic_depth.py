@@ -50,7 +50,7 @@ class DynamicDepthStep(Step):
                  its sequence goes deeper, and then goes with it, as deep as that one goes. K/V are
                  those of a prefill of the emitted tokens, bit for bit where the decoder's rows are
                  independent of one another.
-      none       from nowhere: for schedules whose set of layers never grows, so that no later row
+      none       from nowhere: for schedules, whose set of layers never grows, so that no later row
                  looks for them (SkipDecode). ValueError when one does grow.
 
     With "deferred" the depths of waiting tokens never rise with their position (a row that goes
@@ -97,16 +97,15 @@ class DynamicDepthStep(Step):
         ranges = self.policy.schedule(session, seqs)
         if ranges is not None:
             _check(ranges, session.decoder)
-        if self.kv == "deferred":
-            tokens = self._run_to_exits(session, seqs, _only_stop(ranges))
-        elif ranges is not None:
-            tokens = self._run_ranges(session, seqs, ranges)
-        elif self.kv == "none":
+        if (ranges is not None) != (self.kv == "none"):
             raise ValueError(
-                "kv='none' needs a schedule: rows that leave one at a time need K/V in every layer"
+                "kv='none' needs a schedule, and a schedule needs it: rows that leave one at a "
+                "time need K/V in every layer"
             )
+        if ranges is None:
+            tokens = self._run_to_exits(session, seqs)
         else:
-            tokens = self._run_to_exits(session, seqs, None)
+            tokens = self._run_ranges(session, seqs, ranges)
         for b in seqs:
             session.cache.commit(b, 1)
             session.emit(b, [tokens[b]])
@@ -132,20 +131,17 @@ class DynamicDepthStep(Step):
 
     # -- rows that leave one by one ----------------------------------------------------------------
 
-    def _run_to_exits(self, session: Session, seqs: list[int], only: int | None) -> dict[int, int]:
-        """Every sequence's last token, with the waiting ones it takes along → the next tokens.
-
-        only: the one exit, where all rows leave; None: the policy's.
-        """
+    def _run_to_exits(self, session: Session, seqs: list[int]) -> dict[int, int]:
+        """Every sequence's last token, with the waiting ones it takes along → the next tokens."""
         decoder, cache, policy = session.decoder, session.cache, self.policy
         layers = decoder.info.num_layers
-        exits = policy.exits if only is None else (only,)
+        exits = policy.exits
         waiting = {part.depth for b in seqs for part in self._pending.get(b, [])}
         tokens: dict[int, int] = {}
         x, _ = _enter(session, seqs)
         going = {b: _Pending(cache.lengths[b], x[i : i + 1], 0) for i, b in enumerate(seqs)}
         beside: Tensor | None = None  # the accelerated rows' residuals, in the order of `going`
-        if only is None and exits:
+        if exits:
             beside = policy.start_accelerated(0, x, seqs, None)
         at = 0
         rows: Rows | None = None
@@ -161,7 +157,7 @@ class DynamicDepthStep(Step):
             here = list(going)
             last = torch.cat([going[b].hidden[-1:] for b in here])
             shown = last if beside is None else beside
-            if stop in (layers, only):
+            if stop == layers:
                 leaving, logits = [True] * len(here), None
             else:
                 said = policy.leave(stop, shown, here)
@@ -184,8 +180,6 @@ class DynamicDepthStep(Step):
                 logits = logits[out]
             elif stop < layers:
                 logits = policy.logits(decoder, stop, shown[out])
-            elif policy.checks_waiting:
-                logits = self._final_logits(decoder, [going[b].hidden for b in left], left)
             else:
                 logits = decoder.logits(last[out])
             tokens.update(zip(left, session.sampler.choose(logits, left), strict=True))
@@ -197,14 +191,6 @@ class DynamicDepthStep(Step):
             if not going:
                 break
         return tokens
-
-    def _final_logits(self, decoder: Decoder, hidden: list[Tensor], seqs: list[int]) -> Tensor:
-        """Logits [n, V] of the sequences' last tokens. hidden [m, d] of each: h_L of those that
-        waited, too, whose logits the policy is shown.
-        """
-        logits = decoder.logits(torch.cat(hidden)).split([len(h) for h in hidden])
-        self.policy.final_logits(logits, seqs)
-        return torch.cat([rows[-1:] for rows in logits])
 
     def _leave(self, session: Session, parts: list[_Pending], seqs: list[int]) -> None:
         """The rows left above the last layer: their K/V of the layers above are filled in, or
@@ -247,14 +233,9 @@ class DynamicDepthStep(Step):
         for start, stop in [*ranges, (layers, layers)]:
             if at < start:
                 skipped.append((at, start))
-                if self.kv == "propagate":
-                    decoder.fill_kv(rows, x, at, start, cache)
             x = decoder.layers(x, rows, start, stop, cache)
             at = stop
-        if self.kv == "none":
-            self._note_skipped(
-                session, seqs, frozenset(i for r in ranges for i in range(*r)), skipped
-            )
+        self._note_skipped(session, seqs, frozenset(i for r in ranges for i in range(*r)), skipped)
         if skipped:
             for b in seqs:
                 session.note_inexact(b, cache.lengths[b])
@@ -341,14 +322,3 @@ def _check(ranges: Sequence[LayerRange], decoder: Decoder) -> None:
         raise ValueError(
             f"schedule is {list(ranges)}; accepted: increasing layer ranges within 0 to {layers}"
         )
-
-
-def _only_stop(ranges: Sequence[LayerRange] | None) -> int | None:
-    """Where the schedule lets all rows leave; None: it says nothing."""
-    if ranges is None:
-        return None
-    if len(ranges) != 1 or ranges[0][0] != 0:
-        raise ValueError(
-            f"kv='deferred' runs layers in order; the schedule {list(ranges)} leaves some out"
-        )
-    return ranges[0][1]

@@ -1,8 +1,8 @@
-"""From logits to the distribution that tokens are drawn from: one pipeline for drafts and target.
+"""From logits to those that tokens are chosen by: one pipeline for drafts and target.
 
 Order and semantics match transformers' logits processors: repetition penalty, temperature, top-k,
-top-p, min-p. A method that drafts with another pipeline is still lossless, because rejection
-sampling accepts drafts from any source, but fewer of its drafts are accepted.
+top-p, min-p. A method that drafts with another pipeline is still lossless, because the target
+chooses every token, but fewer of its drafts are accepted.
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 
 from multirate.errors import MOST_SEED, UserError
-from multirate.model.decoder import argmax_rows
-from multirate.model.noise import NOT_FINITE
 
 _NUCLEUS_CANDIDATES = (
     512  # sorting these first spares sorting the whole vocabulary for almost every row
@@ -156,15 +154,6 @@ def adjusted(
     return torch.cat(rows)
 
 
-def greedy_tokens(
-    logits: Tensor, settings: SamplingSettings, contexts: Sequence[Sequence[int]] | None = None
-) -> list[int]:
-    """The most probable token of each row of logits [n, V]: the argmax, after any repetition
-    penalty.
-    """
-    return argmax_rows(adjusted(logits, settings, contexts).detach())
-
-
 def allowed(
     logits: Tensor,
     settings: SamplingSettings,
@@ -189,27 +178,6 @@ def allowed(
     return scores
 
 
-def distribution(
-    logits: Tensor,
-    settings: SamplingSettings,
-    contexts: Sequence[Sequence[int]] | None = None,
-    prompts: Sequence[int] | None = None,
-) -> Tensor:
-    """Probabilities [n, V] (float32) that tokens are drawn from, for logits [n, V].
-
-    contexts: the token ids (prompt, output, drafted path) before each row, needed where the
-    settings use them; prompts: how many of these are the prompt's. Greedy settings give the one-hot
-    distribution of the argmax.
-    """
-    if settings.greedy:
-        scores = adjusted(logits.float(), settings, contexts, prompts)
-        return torch.zeros_like(scores).scatter_(-1, scores.argmax(dim=-1, keepdim=True), 1.0)
-    scores = allowed(logits, settings, contexts, prompts)
-    if settings.temperature != 1:
-        scores = scores / settings.temperature
-    return torch.softmax(scores, dim=-1)
-
-
 def _outside_nucleus(scores: Tensor, top_p: float) -> Tensor:
     """top-p: a token stays iff those ranked above it hold less than top_p. scores [n, V] → which
     are dropped, bool [n, V].
@@ -230,22 +198,3 @@ def _needed(contexts: Sequence[Sequence[int]] | None, logits: Tensor) -> Sequenc
     if contexts is None or len(contexts) != logits.shape[0]:
         raise ValueError("a repetition penalty needs the context of every row of logits")
     return contexts
-
-
-def draw(probs: Tensor, uniforms: Sequence[float]) -> list[int]:
-    """One token per row of probs [n, V], by inverting its cumulative distribution at uniforms [n]
-    in [0, 1).
-
-    The sum runs in float64 and the comparison is strict, so a token of probability 0 is never
-    drawn. Raises UserError if a row is not a distribution (a model whose logits overflowed).
-    """
-    cumulative = torch.cumsum(probs, dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    if not bool((torch.isfinite(total) & (total > 0)).all()):
-        raise UserError(NOT_FINITE)
-    target = torch.as_tensor(uniforms, dtype=torch.float64, device=probs.device) * total
-    return (
-        torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-        .clamp_(max=probs.shape[-1] - 1)
-        .tolist()
-    )

@@ -33,7 +33,7 @@ def generate(
     With a lossless step the output is the base model's own, whatever the kind of step.
 
     on_tokens(b, tokens): called with the new tokens of sequence b as they are emitted.
-    after_step(session, step): for tests; called when a step is committed (invariants.py).
+    after_step(session, step): for tests; called when a step is committed.
     prefix_cache: K/V from an earlier generation with this step, which a single prompt may continue
         from. This generation leaves its own there (see Session).
 

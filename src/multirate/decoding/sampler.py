@@ -6,11 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.logits import SamplingSettings, adjusted, allowed, distribution, draw
+from multirate.decoding.logits import SamplingSettings, adjusted, allowed
 from multirate.model.decoder import argmax_rows
 from multirate.model.noise import Noise, NoiseStream, noisy_argmax, with_noise
 
@@ -22,7 +21,6 @@ class Sampler:
     order (model/noise.py). The chosen tokens therefore depend neither on the batch nor on drafts.
 
     tokens[b]: prompt and emitted tokens of sequence b, including the last one.
-    generators: random generators for drafts with `probs` and their acceptance.
     plain: tokens are the argmax of the logits.
     bare: tokens are the argmax of logits and noise.
     by_argmax: one of these two.
@@ -49,11 +47,7 @@ class Sampler:
                 if settings.seed is not None
                 else int(torch.randint(2**62, (), device="cpu").item())
             )
-            self.generators = [self._stream(b) for b in range(len(prompts))]
             self._noise = [self._noise_stream(b) for b in range(len(prompts))]
-
-    def _stream(self, number: int) -> np.random.Generator:
-        return np.random.default_rng((self._seed, number))
 
     def _noise_stream(self, number: int) -> NoiseStream:
         return NoiseStream(self._seed, number, self.settings.temperature)
@@ -65,7 +59,6 @@ class Sampler:
         self.tokens[seq] = list(prompt)
         self._prompts[seq] = len(prompt)
         if not self.greedy:
-            self.generators[seq] = self._stream(number)
             self._noise[seq] = self._noise_stream(number)
 
     def contexts(
@@ -83,25 +76,6 @@ class Sampler:
     def _prompt_lengths(self, seqs: Sequence[int]) -> list[int] | None:
         """How many of each row's `contexts` belong to the prompt; None if not needed."""
         return [self._prompts[b] for b in seqs] if self.settings.uses_context else None
-
-    def distribution(
-        self, logits: Tensor, seqs: Sequence[int], paths: Sequence[Sequence[int]] | None = None
-    ) -> Tensor:
-        """logits [n, V] of rows of the sequences `seqs` → probabilities [n, V].
-
-        paths[i]: drafted tokens between the sequence's last emitted token (exclusive) and row i
-        (inclusive).
-        """
-        contexts = self.contexts(seqs, paths)
-        return distribution(logits, self.settings, contexts, self._prompt_lengths(seqs))
-
-    def uniforms(self, seqs: Sequence[int]) -> list[float]:
-        """One uniform number in [0, 1) for each listed sequence."""
-        return [self.generators[b].random() for b in seqs]
-
-    def draw(self, probs: Tensor, seqs: Sequence[int]) -> list[int]:
-        """One token from each row of probs [n, V]."""
-        return draw(probs, self.uniforms(seqs))
 
     def noise(self, seq: int, ahead: int = 0) -> Noise:
         """The noise that is added to the logits before their argmax is taken, for the token `ahead`

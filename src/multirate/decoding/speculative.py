@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance import Acceptance, Exact, Verdict, accept_greedy, split
+from multirate.decoding.acceptance import Verdict, accept_chosen, accept_greedy, split
 from multirate.decoding.costs import CostModel
 from multirate.decoding.draft_length import DraftLengthController
 from multirate.decoding.drafter import Draft, Drafter, Verified
-from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.model.decoder import Decoder
@@ -31,8 +30,6 @@ class SpeculativeStep(Step):
     """Drafts of `drafter`, verified by the target model, except for tokens that the drafter accepts
     unverified.
 
-    acceptance: which drafted tokens are kept; None: exact acceptance, which leaves the output the
-        target's own.
     watch: called after every step with what became of the draft; None: not called.
 
     Nodes in `Draft.trusted` are emitted when they are reached, whatever the target would choose.
@@ -46,13 +43,11 @@ class SpeculativeStep(Step):
 
     tells_split = True
 
-    def __init__(self, drafter: Drafter, acceptance: Acceptance | None = None) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
-        self.acceptance: Acceptance = acceptance or Exact()
         self.slots = drafter.max_nodes + 1
         self.taps = drafter.taps
-        self.lossless = drafter.lossless and self.acceptance.lossless
-        self.repeats_text = drafter.repeats_text
+        self.lossless = drafter.lossless
         if any(tap < drafter.start for tap in drafter.taps):
             raise ValueError(
                 f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"
@@ -62,15 +57,10 @@ class SpeculativeStep(Step):
         self._adapts = False
         # of the step under way, by sequence; none where the controller has not chosen it
         self._matched: dict[int, int] = {}
-        self._may_fuse = self.acceptance.lossless
 
     @property
     def looks_up(self) -> bool:  # type: ignore[override]
         return self.drafter.looks_up
-
-    @property
-    def lossless_when_greedy(self) -> bool:
-        return self.drafter.lossless and self.acceptance.lossless_when_greedy
 
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:
@@ -120,7 +110,7 @@ class SpeculativeStep(Step):
     def run(self, session: Session) -> None:
         seqs = session.active
         limits = [session.stops.remaining(b) - 1 for b in seqs]
-        fuses = self._may_fuse and self.watch is None and not session.sampler.settings.uses_context
+        fuses = self.watch is None and not session.sampler.settings.uses_context
         self._matched = {}
         if self._controller is not None and self._adapts:
             self.drafter.worth = self._controller.thresholds(len(seqs))[1]
@@ -190,13 +180,6 @@ class SpeculativeStep(Step):
             )
         return True
 
-    def _simple(self, sampler: Sampler, drafts: Sequence[Draft]) -> bool:
-        """Whether acceptance needs only the argmax of each row, with the noise of its place. True
-        for lossless acceptance, unless what follows a row depends on more than the row.
-        """
-        undrawn = sampler.bare and all(draft.probs is None for draft in drafts)
-        return self.acceptance.lossless and (sampler.plain or undrawn)
-
     def _verify_whole(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> tuple[int, Draft, Verified, int] | None:
@@ -204,7 +187,7 @@ class SpeculativeStep(Step):
         otherwise as `_verify`. None: that is not possible, and nothing has changed.
         """
         drafter, sampler, draft = self.drafter, session.sampler, drafts[0]
-        if len(seqs) > 1 or drafter.taps or draft.trusted or not self._simple(sampler, drafts):
+        if len(seqs) > 1 or drafter.taps or draft.trusted or not sampler.by_argmax:
             return None
         draft.check()
         seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]
@@ -237,7 +220,7 @@ class SpeculativeStep(Step):
         lengths = session.cache.lengths
         parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
         rows = Rows.concat(parts)
-        simple = self._simple(sampler, drafts) and not drafter.top
+        simple = sampler.by_argmax and not drafter.top
         x: Tensor | None = None
         ids: list[int] | None = None
         taps: Mapping[int, Tensor] = {}
@@ -270,7 +253,7 @@ class SpeculativeStep(Step):
             logits = decoder.logits(hidden)
             if drafter.top:
                 best = decoder.top_tokens(logits, drafter.top)
-            verdicts = self.acceptance(sampler, seqs, drafts, logits)
+            verdicts = accept_chosen(sampler, seqs, drafts, logits)
         found, begin = [], 0
         for b, last, draft, (path, bonus), count in zip(
             seqs, last_tokens, drafts, verdicts, counts, strict=True

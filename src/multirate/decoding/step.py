@@ -34,22 +34,13 @@ class Step(ABC):
     taps: tuple[int, ...] = ()
     """Layers whose entering residuals of the prompt's tokens `prefilled` receives."""
     lossless: bool = True
-    """Whether the output is the base model's: the same text when greedy, the same distribution when
-    sampling.
-    """
-    repeats_text: bool = True
-    """Whether sampling with a seed gives the text of plain decoding with that seed."""
+    """Whether the text is plain decoding's, greedy or sampled with the same seed."""
     drafting_seconds: float = 0.0
     """Time that drafts of the current generation have taken outside the decoder."""
     looks_up: bool = False
     """Of a speculative step: as `Drafter.looks_up`."""
     tells_split: bool = False
     """Whether `DecodeStats.split` is known, because a decoder times all its passes."""
-
-    @property
-    def lossless_when_greedy(self) -> bool:
-        """Whether the greedy text is the base model's, even if sampled text is not."""
-        return self.lossless
 
     def begin(self, session: Session, resumed: bool) -> None:  # noqa: B027 - optional
         """A generation starts. Forget the one before, which may have been interrupted.

@@ -21,7 +21,6 @@ from multirate.experts.policies import (
     DecayedFrequency,
     EvictionPolicy,
     KeepNothing,
-    LeastFrequentlyUsed,
     LeastRecentlyUsed,
     LeastStale,
 )
@@ -37,7 +36,6 @@ from multirate.model.native.moe import KernelCall, NativeMoEDecoder
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
     KeepNothing: "none",
     LeastRecentlyUsed: "lru",
-    LeastFrequentlyUsed: "lfu",
     DecayedFrequency: "lrfu",
     LeastStale: "least_stale",
     Belady: "belady",

@@ -124,12 +124,14 @@ class LeastStale(EvictionPolicy):
         yield from sorted(current, key=lambda slot: -self._when[slot.index])
 
 
-class _Ranked(EvictionPolicy):
-    """The least `rank` goes first; of equals the one that was ranked longest ago. Ranks outlive a
-    slot's expert.
+class DecayedFrequency(EvictionPolicy):
+    """The one with the least uses, each counting `decay` less with every token since: between least
+    recently and least frequently used (LRFU, Lee et al. 2001). Of equals the one that was ranked
+    longest ago. Ranks outlive a slot's expert.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decay: float = 0.97) -> None:
+        self.loss = -math.log(decay)
         self._rank: dict[Key, float] = {}
         self._heap: list[tuple[float, int, Slot, Key]] = []  # stale entries stay until they come up
         self._current: dict[int, int] = {}  # slot → number of its one valid entry
@@ -154,9 +156,12 @@ class _Ranked(EvictionPolicy):
             self._heap = [entry for entry in self._heap if self._valid(entry)]
             heapq.heapify(self._heap)
 
-    @abstractmethod
     def ranked(self, before: float | None, token: int) -> float:
-        """The rank after a use; before: None for the first."""
+        """The rank after a use: ln(score) + loss · token; before: None for the first. All scores
+        fade alike, so ranks stand.
+        """
+        score = 1.0 if before is None else 1.0 + math.exp(before - self.loss * token)
+        return math.log(score) + self.loss * token
 
     def _valid(self, entry: tuple[float, int, Slot, Key]) -> bool:
         return self._current.get(entry[2].index) == entry[1]
@@ -173,28 +178,6 @@ class _Ranked(EvictionPolicy):
         finally:
             for entry in passed:
                 heapq.heappush(self._heap, entry)
-
-
-class LeastFrequentlyUsed(_Ranked):
-    """The one used least often since the start; of equals the one longest ago."""
-
-    def ranked(self, before: float | None, token: int) -> float:
-        return (before or 0.0) + 1.0
-
-
-class DecayedFrequency(_Ranked):
-    """The one with the least uses, each counting `decay` less with every token since: between least
-    recently and least frequently used (LRFU, Lee et al. 2001).
-    """
-
-    def __init__(self, decay: float = 0.97) -> None:
-        super().__init__()
-        self.loss = -math.log(decay)
-
-    def ranked(self, before: float | None, token: int) -> float:
-        """ln(score) + loss · token: all scores fade alike, so ranks stand."""
-        score = 1.0 if before is None else 1.0 + math.exp(before - self.loss * token)
-        return math.log(score) + self.loss * token
 
 
 class Belady(EvictionPolicy):
@@ -232,7 +215,6 @@ class Belady(EvictionPolicy):
 EVICTION: Mapping[str, Callable[[], EvictionPolicy]] = {
     "none": KeepNothing,
     "lru": LeastRecentlyUsed,
-    "lfu": LeastFrequentlyUsed,
     "lrfu": DecayedFrequency,
     "least_stale": LeastStale,
 }

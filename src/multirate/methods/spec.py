@@ -21,7 +21,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multirate.decoding.acceptance import Acceptance
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.speculative import SpeculativeStep
 from multirate.decoding.step import Step
@@ -68,7 +67,7 @@ class Training:
     module: type[nn.Module]
     """Class of its modules, built as module(config, base)."""
     objective: Callable[..., Objective]
-    """objective(teacher, modules, step_decay): the `Objective` to minimise
+    """objective(teacher, modules): the `Objective` to minimise
     (methods/common/objective.py).
     """
     configure: Callable[..., MethodConfig] | None = None
@@ -87,7 +86,7 @@ class Training:
 
     def config_for(self, base: BaseShape, **options: Any) -> Any:
         """The config for a base model. Raises UserError for options that cannot be used."""
-        make: Any = self.configure or self.config.for_base  # type: ignore[attr-defined]
+        make: Any = self.configure or self.config.for_base
         return make(base, **options)
 
     def build(self, config: Any, base: BaseShape, device: str = "cpu") -> Any:
@@ -168,10 +167,6 @@ class MethodSpec:
     """step(decoder, module, settings): the decoding step, for methods that do not always use a
     SpeculativeStep over the drafter, such as a DynamicDepthStep.
     """
-    acceptance: Callable[[Any], Acceptance] | None = None
-    """acceptance(settings): which drafted tokens the SpeculativeStep keeps. None: exact
-    acceptance.
-    """
     settings: type[MethodConfig] | None = None
     """Dataclass of what a user may set when decoding."""
     training: Training | None = None
@@ -234,12 +229,8 @@ class MethodSpec:
         """
         if self.step is not None:
             return self.step(decoder, self._module(accelerator), self.read_settings(settings))
-        settings = self.read_settings(settings)
         drafter = self.make_drafter(decoder, accelerator, settings)
-        if drafter is None:
-            return None
-        rule = None if self.acceptance is None else self.acceptance(settings)
-        return SpeculativeStep(drafter, rule)
+        return None if drafter is None else SpeculativeStep(drafter)
 
     def make_drafter(
         self, decoder: Decoder, accelerator: Any = None, settings: Any = None
@@ -370,7 +361,7 @@ def write_variant(name: str, settings: Mapping[str, Any]) -> str:
 
 
 def parse_settings(given: Sequence[str], where: str) -> dict[str, Any]:
-    """["nodes=5", "gates=[6]", "trust=arla"] → values, read as JSON or else as words. Raises
+    """["nodes=5", "gates=[6]", "exit_score=arla"] → values, read as JSON or else as words. Raises
     UserError, starting with `where`.
     """
     values: dict[str, Any] = {}

@@ -40,7 +40,7 @@ def check_step(step: int, loss: float, norm: float, rate: float) -> None:
     if step == 0:
         raise Diverged(
             f"{what} in the first step, before any weight was changed: the base model's outputs "
-            "or the initial weights are not finite, or sharpness is too high"
+            "or the initial weights are not finite"
         )
     raise Diverged(f"training diverged: {what} in step {step + 1}; {advice(rate)}")
 

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,10 @@ from multirate.training.state import (
 )
 from multirate.training.teacher_states import TeacherStates, report_to_terminal
 
+CHECKPOINT_SECONDS = 120.0
+"""Between checkpoints."""
+GRADIENT_NORM = 1.0
+"""Maximum norm of the gradient."""
 STARTING_BATCHES = 16
 """Of the training data, for methods that start from what the base does with them …"""
 STARTING_BATCHES_OF_STATES = 256
@@ -191,7 +195,6 @@ class _Run:
         torch.manual_seed(settings.seed)
         model.to(launcher.device)
         self.teacher = Teacher(model)
-        self.teacher.head = replace(self.teacher.head, sharpness=settings.sharpness)
         trained = find_training(method)
         self.before = self._before(model)
         if self.before is None:
@@ -210,8 +213,8 @@ class _Run:
             self._initialise(trained)
         else:
             self._continue(trained, self.before, "draft_vocab" in options)
-        self.objective: Any = trained.objective(self.teacher, self.stream, settings.step_decay)
-        self.optimizers = optimizers(self.stream, settings)
+        self.objective: Any = trained.objective(self.teacher, self.stream)
+        self.optimizers = optimizers(self.stream, settings.lr)
         self.provenance = self._provenance(data_files)
         if settings.compile:
             for layer in self.teacher.parts.layers:
@@ -483,7 +486,7 @@ class _Run:
                     summary.add(report.sums())
                     losses.append(report.loss)
                     seen += batch.ids.numel()
-                norm = nn.utils.clip_grad_norm_(self.stream.parameters(), s.grad_clip)
+                norm = nn.utils.clip_grad_norm_(self.stream.parameters(), GRADIENT_NORM)
                 # the norm is of all processes' gradients, so that all of them end here
                 loss_of_step = sum(losses[-s.gradient_accumulation :]) if world == 1 else 0.0
                 check_step(self.step, loss_of_step, float(norm), s.lr)
@@ -511,7 +514,7 @@ class _Run:
                     )
                 stop = stop and self.step < s.steps
                 due = s.checkpoint_steps is not None and self.step % s.checkpoint_steps == 0
-                if self.main and (stop or due or now - saved_at > s.checkpoint_seconds):
+                if self.main and (stop or due or now - saved_at > CHECKPOINT_SECONDS):
                     self._save()
                     saved_at = time.monotonic()
                 if stop:

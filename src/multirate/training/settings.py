@@ -25,26 +25,10 @@ class TrainSettings(MethodConfig):
     """Samples are cut to this many tokens."""
     gradient_accumulation: int = 1
     """Forward passes per optimizer step."""
-    optimizer: Literal["muon", "adamw"] = "muon"
-    """muon: batched Muon (training/muon.py) on matrices, AdamW on the rest. adamw: AdamW on
-    everything.
-    """
     lr: float = 4e-3
-    """Peak learning rate. Muon's is matched to AdamW's update size."""
-    head_lr: float = 0.1
-    """Share of ``lr`` for a method's own draft head, which starts as a copy of the base's and is
-    nearly right.
-    """
-    final_lr: float = 0.05
-    """Share of ``lr`` at the end of the cosine schedule."""
+    """Peak learning rate, of batched Muon (training/muon.py) on matrices and AdamW on the rest."""
     warmup_steps: int = 50
     """Steps of linear warm-up."""
-    weight_decay: float = 0.01
-    """Weight decay of the optimizer."""
-    grad_clip: float = 1.0
-    """Maximum norm of the gradient."""
-    step_decay: float = 0.8
-    """Loss weight of draft step s is step_decay^(s − 1)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto: bf16 on hardware that multiplies it faster (precision.py), fp32 elsewhere. The base's
     weights stay as they are.
@@ -57,14 +41,10 @@ class TrainSettings(MethodConfig):
     """
     heldout_samples: int = 256
     """Maximum number of samples to evaluate. About a tenth of the prompts is set aside."""
-    checkpoint_seconds: float = 120.0
-    """Seconds between checkpoints."""
     checkpoint_steps: int | None = None
-    """Also write a checkpoint every this many steps. Null: only by time."""
+    """Also write a checkpoint every this many steps. Null: only every two minutes."""
     log_every: int = 20
     """Steps between progress reports."""
-    sharpness: float = 1.0
-    """Distils softmax(sharpness · logits) of teacher and student; above 1 favours greedy drafts."""
     teacher_states: str | None = None
     """Folder to store the base's final residuals in, so that the base reads each sample only
     once.
@@ -87,15 +67,11 @@ class TrainSettings(MethodConfig):
             "tokens_per_batch",
             f"at least max_length ({self.max_length}, which --max-length sets)",
         )
-        for name in ("lr", "grad_clip", "step_decay", "sharpness", "checkpoint_seconds"):
-            self.require(getattr(self, name) > 0, name, "above 0")
-        for name in ("lr", "grad_clip", "sharpness", "weight_decay"):  # float32 goes on from there
-            self.require(getattr(self, name) <= MOST_RATE, name, f"at most {MOST_RATE:g}")
+        self.require(self.lr > 0, "lr", "above 0")
+        # float32 goes on from there
+        self.require(self.lr <= MOST_RATE, "lr", f"at most {MOST_RATE:g}")
         self.require(self.warmup_steps >= 0, "warmup_steps", "0 or more")
         self.require(0 <= self.seed <= MOST_SEED, "seed", f"0 to {MOST_SEED}")
-        self.require(self.weight_decay >= 0, "weight_decay", "0 or more")
-        self.require(0 <= self.final_lr <= 1, "final_lr", "0 to 1")
-        self.require(0 < self.head_lr <= 1, "head_lr", "above 0, at most 1")
         self.require(
             self.checkpoint_steps is None or self.checkpoint_steps >= 1,
             "checkpoint_steps",
@@ -106,7 +82,6 @@ class TrainSettings(MethodConfig):
         """The settings that a resumed run must share with the interrupted one."""
         free = {
             "heldout_files",
-            "checkpoint_seconds",
             "checkpoint_steps",
             "log_every",
             "compile",

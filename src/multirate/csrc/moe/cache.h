@@ -4,7 +4,7 @@
 #define MULTIRATE_CACHE_H
 
 enum { SLOT_FREE, SLOT_LOADING, SLOT_READY };
-enum { EVICT_NONE, EVICT_LRU, EVICT_LFU, EVICT_LRFU, EVICT_LEAST_STALE, EVICT_BELADY };
+enum { EVICT_NONE, EVICT_LRU, EVICT_LRFU, EVICT_LEAST_STALE, EVICT_BELADY };
 enum { EVENT_COMPUTE, EVENT_DEMAND, EVENT_SPECULATIVE, EVENT_STALL, EVENT_PREDICT, EVENT_TOKEN };
 
 // A key is row · experts + expert, row that of the store's layers.
@@ -31,7 +31,7 @@ struct ExpertCache {
     ExpertCachePlan plan;
     Slot *slots;
     int32_t *slot_of;            // [keys], -1: in none
-    double *rank;                // [keys] of EVICT_LFU, EVICT_LRFU
+    double *rank;                // [keys] of EVICT_LRFU
     int32_t *next_use;           // [keys] of EVICT_BELADY: index into future
     uint8_t *pinned, *protected; // [keys]: what the running layer computes with; predicted for the
                                  // next layers, evicted last
@@ -81,8 +81,6 @@ static void on_access(ExpertCache *e, Slot *slot) {
     slot->fresh = 0;
     on_insert(e, slot);
     double before = e->rank[key];
-    if (e->plan.policy == EVICT_LFU)
-        e->rank[key] = before == -INFINITY ? 1.0 : before + 1.0;
     if (e->plan.policy ==
         EVICT_LRFU) { // ln(score) + loss · token: all scores fade alike, so ranks stand
         double faded = e->plan.loss * (double)e->controls.token;
@@ -107,7 +105,6 @@ static inline int staleness(const ExpertCache *e, const Slot *s) {
 
 static int leaves_before(const ExpertCache *e, const Slot *a, const Slot *b) {
     switch (e->plan.policy) {
-    case EVICT_LFU:
     case EVICT_LRFU:
         if (e->rank[a->key] != e->rank[b->key])
             return e->rank[a->key] < e->rank[b->key];

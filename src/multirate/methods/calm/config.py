@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from multirate.methods.common.config import ExitWeights, MethodConfig
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.shape import BaseShape
-
-Confidence = Literal["softmax", "state", "classifier"]
 
 
 def default_exits(num_layers: int) -> tuple[int, ...]:
@@ -28,27 +26,13 @@ class CalmDecodeConfig(MethodConfig):
     threshold: float | None = 0.9
     """λ, the minimum confidence with which a token leaves. Null: no token leaves."""
     decay: float = 4.0
-    """The t-th of T new tokens needs 0.9 λ + 0.1 λ exp(−decay · t / T), because fewer tokens read a
-    later error. 0: λ throughout.
+    """The t-th of T new tokens, the most allowed, needs 0.9 λ + 0.1 λ exp(−decay · t / T), because
+    fewer tokens read a later error. 0: λ throughout.
     """
-    expected_tokens: int = 0
-    """T. 0: the maximum number of new tokens of the sequence."""
-    kv: Literal["propagate", "deferred"] = "propagate"
-    """What later tokens read for the layers that a token skipped. propagate (the paper): computed
-    from the residual it left with. deferred: exact, computed with the next token that goes as deep.
-    """
-    weights: ExitWeights = "int8"
-    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
         super().check()
         self.require(self.decay >= 0, "decay", "0 or more")
-        self.require_count("expected_tokens", least=0)
-
-    @property
-    def score(self) -> Confidence:
-        """The confidence that is compared with the threshold."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -70,10 +54,6 @@ class CalmConfig(CalmDecodeConfig):
         super().check()
         self.require_draft_vocab()
 
-    @property
-    def score(self) -> Confidence:
-        return self.confidence
-
 
 @dataclass(frozen=True)
 class CalmClassifierDecodeConfig(CalmDecodeConfig):
@@ -83,14 +63,6 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
 
     threshold: float | None = 0.5
     """As in CalmDecodeConfig."""
-    confidence: Confidence = "classifier"
-    """classifier: the trained classifier's. softmax and state are CalmConfig's, over the
-    accelerator's reduced head if it has one.
-    """
-
-    @property
-    def score(self) -> Confidence:
-        return self.confidence
 
 
 @dataclass(frozen=True)
@@ -101,10 +73,7 @@ class CalmClassifierConfig(ExitsConfig):
 
     METHOD: ClassVar[str] = "calm-classifier"
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> CalmClassifierConfig:
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
         """Four exits, spaced evenly over the base's upper third of layers."""
-        values = {"exits": default_exits(base.num_layers)} | options
-        config = CalmClassifierConfig.from_json(values)
-        config.check_base(base)
-        return config
+        return {"exits": default_exits(base.num_layers)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -21,16 +22,20 @@ def untrained_exits(decoder: Decoder, config: CalmConfig) -> CalmExits:
     """The policy without training. UserError for exits or a head that the model does not have."""
     layers = decoder.info.num_layers
     check_exits(config.exits, layers, "calm's")
-    tokens = first_of_vocabulary(decoder, config.draft_vocab)
-    head = ExitHead(decoder, tokens, config.weights)
-    return CalmExits(decoder, config.exits or default_exits(layers), head, config)
+    head = ExitHead(decoder, first_of_vocabulary(decoder, config.draft_vocab))
+    exits = config.exits or default_exits(layers)
+    return CalmExits(decoder, exits, head, config, config.confidence)
 
 
 def trained_exits(
     decoder: Decoder, classifiers: ExitClassifiers, config: CalmDecodeConfig
 ) -> CalmExits:
     """The policy at the exits of trained classifiers, over their reduced head."""
-    head = ExitHead(decoder, classifiers.draft_tokens, config.weights)
+    head = ExitHead(decoder, classifiers.draft_tokens)
+    # the decoder's residuals decide the dtype: the native kernel keeps them in fp32
+    start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
+    like = decoder.embed(start, np.zeros(1, np.int32))
+    classifiers = classifiers.to(like.device, like.dtype)
     return CalmExits(decoder, classifiers.config.exits, head, config, classifiers)
 
 
@@ -47,17 +52,11 @@ class CalmExits(ScoredExits):
         exits: Sequence[int],
         head: ExitHead,
         config: CalmDecodeConfig,
-        classifiers: ExitClassifiers | None = None,
+        confidence: Literal["softmax", "state"] | ExitClassifiers,
     ) -> None:
         # without a threshold nothing is looked at
         super().__init__(exits if config.threshold is not None else (), head)
-        self._decoder, self._config = decoder, config
-        self._classifiers: ExitClassifiers | None = None
-        if classifiers is not None and config.score == "classifier":
-            # the decoder's residuals decide the dtype: the native kernel keeps them in fp32
-            start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
-            like = decoder.embed(start, np.zeros(1, np.int32))
-            self._classifiers = classifiers.to(like.device, like.dtype)
+        self._decoder, self._config, self._confidence = decoder, config, confidence
         self._before: tuple[list[int], Tensor] | None = None  # the rows of the last exit
 
     def begin(self, session: Session) -> None:
@@ -69,20 +68,19 @@ class CalmExits(ScoredExits):
         if limit is None or self._config.decay == 0:
             return limit
         assert self._session is not None
-        most = self._config.expected_tokens or max(1, self._session.stops.total_room(seq))
+        most = max(1, self._session.stops.total_room(seq))
         return decayed(limit, self._config.decay, self.emitted(seq) / most)
 
     def scores(
         self, exit: int, hidden: Tensor, seqs: Sequence[int]
     ) -> tuple[list[float], Tensor | None]:
-        if self._config.score == "softmax":
+        if self._confidence == "softmax":
             logits = self.head.logits(hidden)
             return [first - second for first, second in self.head.best(logits, 2)], logits
-        if self._config.score == "state":
+        if self._confidence == "state":
             return self._saturation(exit, hidden, list(seqs)), None
-        assert self._classifiers is not None
-        which = self.exits.index(exit)
-        scores: list[float] = self._classifiers.score(which, self._decoder.norm(hidden)).tolist()
+        which, normed = self.exits.index(exit), self._decoder.norm(hidden)
+        scores: list[float] = self._confidence.score(which, normed).tolist()
         return scores, None
 
     def _saturation(self, exit: int, hidden: Tensor, seqs: list[int]) -> list[float]:

@@ -50,7 +50,7 @@ UNTRAINED = register(
         ),
         settings=CalmConfig,
         step=lambda decoder, module, settings: DynamicDepthStep(
-            untrained_exits(decoder, settings), settings.kv
+            untrained_exits(decoder, settings), "propagate"
         ),
         dynamic=_dial(
             _MARGINS,
@@ -71,11 +71,9 @@ TRAINED = register(
         ),
         settings=CalmClassifierDecodeConfig,
         step=lambda decoder, module, settings: DynamicDepthStep(
-            trained_exits(decoder, module, settings), settings.kv
+            trained_exits(decoder, module, settings), "propagate"
         ),
-        dynamic=_dial(
-            PROBABILITIES, _dial(_MARGINS, confidence="softmax"), confidence="classifier"
-        ),
+        dynamic=_dial(PROBABILITIES),
         training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
         role="depth",
         lossless=False,

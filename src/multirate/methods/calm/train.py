@@ -20,13 +20,9 @@ class CalmObjective(Objective):
     predicts = "exits"
     has_early_exit = False  # the students are the base's own exits
 
-    def __init__(
-        self, teacher: Teacher, classifiers: ExitClassifiers, step_decay: float = 0.8
-    ) -> None:
-        super().__init__()
-        del step_decay  # one step only
+    def __init__(self, teacher: Teacher, classifiers: ExitClassifiers) -> None:
+        super().__init__(teacher)
         self.classifiers = classifiers
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

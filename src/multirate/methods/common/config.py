@@ -6,20 +6,16 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
+from typing import Any, ClassVar, Literal, Self, get_type_hints
 
 from multirate.errors import UserError
 from multirate.json_values import accepts, spell
+from multirate.methods.common.shape import BaseShape
 
-C = TypeVar("C", bound="MethodConfig")
 DraftWeights = Literal["int4", "int8", "bf16"]
 """How the native kernel packs weights that only draft. Compared with bf16, int8 reads half the
 memory per draft level and int4 a third. Both change which tokens are drafted, but never the text
 (lab/notes/weight-formats.md). [ours]
-"""
-ExitWeights = Literal["int8", "bf16"]
-"""How the native kernel packs a reduced head at an early exit. Unlike with DraftWeights, the choice
-can change the text. [ours]
 """
 MAX_COUNT = 1 << 20
 """Upper limit of every field that decides a tensor's size. Configurations may come from untrusted
@@ -49,6 +45,23 @@ class MethodConfig:
 
     def check(self) -> None:
         """Range checks of the subclass."""
+
+    def check_base(self, base: BaseShape) -> None:
+        """Raises UserError for a config that does not fit ``base``."""
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        """Field values that a base model decides, where the user does not."""
+        return {}
+
+    @classmethod
+    def for_base(cls, base: BaseShape, **options: Any) -> Self:
+        """The defaults for a base model, with ``options`` replacing them. Raises UserError for
+        options that cannot be used.
+        """
+        config = cls.from_json(cls.defaults(base) | options)
+        config.check_base(base)
+        return config
 
     @classmethod
     def owner(cls) -> str:
@@ -100,7 +113,7 @@ class MethodConfig:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
-    def from_json(cls: type[C], data: Any) -> C:
+    def from_json(cls, data: Any) -> Self:
         """Reads what ``to_json`` wrote. Raises UserError for unknown, missing or invalid fields."""
         if not isinstance(data, dict):
             raise UserError(f"{cls.owner()} must be a JSON object, not {type(data).__name__}.")

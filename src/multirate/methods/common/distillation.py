@@ -39,7 +39,7 @@ class TopTokens:
         """The rows that an index of the leading dimensions chooses."""
         return TopTokens(self.tokens[rows], self.log_probs[rows])
 
-    def sharpened(self, sharpness: float, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def over(self, columns: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """What a student is taught: (columns int64 [n, k] of its head, probabilities [n, k] over
         these that sum to one, bool [n] whether there is any).
 
@@ -47,7 +47,7 @@ class TopTokens:
         token itself.
         """
         places = self.tokens if columns is None else columns[self.tokens]
-        weights = (self.log_probs * sharpness).masked_fill(places < 0, -torch.inf)
+        weights = self.log_probs.masked_fill(places < 0, -torch.inf)
         known = places.amax(-1) >= 0
         probs = torch.where(known[:, None], weights, torch.zeros_like(weights)).softmax(-1)
         return places.clamp(min=0), probs * known[:, None], known
@@ -55,11 +55,8 @@ class TopTokens:
 
 @dataclass(frozen=True)
 class Head:
-    """A frozen LM head: logits = sharpness · cap(scale · (x Wᵀ + bias)), cap(z) = softcap · tanh(z
-    / softcap).
-
-    Distilling at ``sharpness`` above 1 (a temperature below 1) [ours] weighs the likely tokens
-    more: greedy drafts live on the argmax alone.
+    """A frozen LM head: logits = cap(scale · (x Wᵀ + bias)), where cap(z) is
+    softcap · tanh(z / softcap).
     """
 
     weight: Tensor
@@ -67,17 +64,13 @@ class Head:
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
-    sharpness: float = 1.0
 
     def logits(self, x: Tensor) -> Tensor:
         """x [n, d] → float32 [n, V], the product in the weight's dtype."""
-        z = self._finished((x.to(self.weight.dtype) @ self.weight.T).float(), self.bias)
-        return z if self.sharpness == 1.0 else z * self.sharpness
+        return self._finished((x.to(self.weight.dtype) @ self.weight.T).float(), self.bias)
 
     def logits_of(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """x [..., n, d] → float32 [..., n, k], the logits of each row's own tokens [n, k], before
-        any ``sharpness``.
-        """
+        """x [..., n, d] → float32 [..., n, k], the logits of each row's own tokens [n, k]."""
         z = (self.weight[tokens].to(x.dtype) @ x[..., None])[..., 0].float()
         return self._finished(z, None if self.bias is None else self.bias[tokens])
 
@@ -91,11 +84,10 @@ class Head:
     def pull_back(self, grad: Tensor, logits: Tensor) -> Tensor:
         """Gradient [n, V] at ``logits`` → gradient [n, d] at x, float32."""
         if self.softcap is not None:
-            grad = grad * (1 - (logits / (self.softcap * self.sharpness)).square())
-        scale = self.scale * self.sharpness
-        return (
-            (grad * scale if scale != 1.0 else grad).to(self.weight.dtype) @ self.weight
-        ).float()
+            grad = grad * (1 - (logits / self.softcap).square())
+        if self.scale != 1.0:
+            grad = grad * self.scale
+        return (grad.to(self.weight.dtype) @ self.weight).float()
 
     def subset(self, tokens: Tensor) -> Head:
         """The head over ``tokens`` only [n]."""
@@ -151,8 +143,8 @@ class _Target:
         return _Target(p, (p * log_p).sum(), choice)
 
     @staticmethod
-    def kept(top: TopTokens, sharpness: float, columns: Tensor | None) -> _Target:
-        places, p, known = top.sharpened(sharpness, columns)
+    def kept(top: TopTokens, columns: Tensor | None) -> _Target:
+        places, p, known = top.over(columns)
         return _Target(p, torch.xlogy(p, p).sum(), top.tokens[:, 0], places, known)
 
     def expected(self, z: Tensor) -> Tensor:
@@ -186,7 +178,7 @@ class _ChunkedKL(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         count, rows, _ = students.shape
         if own is not None:
-            draft_head = Head(own, sharpness=head.sharpness)
+            draft_head = Head(own)
         else:
             draft_head = head if tokens is None else head.subset(tokens)
         grad_own = None
@@ -213,7 +205,7 @@ class _ChunkedKL(torch.autograd.Function):
         for begin in range(0, rows, chunk):
             part = slice(begin, min(begin + chunk, rows))
             if isinstance(teacher, TopTokens):
-                target = _Target.kept(teacher[part], head.sharpness, columns)
+                target = _Target.kept(teacher[part], columns)
             else:
                 target = _Target.dense(head.logits(teacher[part]), tokens)
             for k in range(count):
@@ -230,9 +222,7 @@ class _ChunkedKL(torch.autograd.Function):
                 if grad is not None:
                     grad[k, part] = draft_head.pull_back(difference, z)
                 if grad_own is not None:
-                    grad_own[k].addmm_(
-                        difference.T, students[k, part].float(), alpha=draft_head.sharpness
-                    )
+                    grad_own[k].addmm_(difference.T, students[k, part].float())
         ctx.grad_own = None if grad_own is None else grad_own.div_(max(rows, 1))
         if grad is not None:
             ctx.save_for_backward(grad.div_(max(rows, 1)))

@@ -46,7 +46,6 @@ class GrowingDraft:
     text: for lookup; None: no lookup.
     hidden: target residuals of the nodes that have run, [1, d] each, from node 0 on.
     outputs: node → the branch's output p, [1, d].
-    probs: the distributions that drawn tokens came from.
     frontier: nodes to draft from next.
     """
 
@@ -59,13 +58,12 @@ class GrowingDraft:
     tree: DraftTree
     hidden: list[Tensor] = field(default_factory=list)
     outputs: dict[int, Tensor] = field(default_factory=dict)
-    probs: list[Tensor] = field(default_factory=list)
     frontier: list[int] = field(default_factory=lambda: [0])
 
 
 class DraftGrower:
     """Grows drafts with ``runner``. max_nodes: of a draft, with trusted tokens. carry: whether the
-    stream reads a carried residual. judged_by_arla: as StreamDrafter.
+    stream reads a carried residual.
 
     refused: the highest score that was too low for trust; −inf: none was.
     """
@@ -78,10 +76,9 @@ class DraftGrower:
         max_nodes: int,
         carry: bool,
         trusting: Trusting | None,
-        judged_by_arla: bool,
     ) -> None:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
-        self._carry, self._trusting, self._judged_by_arla = carry, trusting, judged_by_arla
+        self._carry, self._trusting = carry, trusting
         self.refused = -np.inf
         # how many of the frontier's likeliest tokens a level is to tell at once, and what it told
         self._asked = 0
@@ -93,16 +90,15 @@ class DraftGrower:
         """The drafts' trees, and what verification needs of them. What waits is read. candidates:
         tokens looked at below a node.
         """
-        in_trees = not sampler.settings.uses_context and not draws(self._config, sampler)
-        noisy = not sampler.greedy and self._config.drafts == "coupled"
-        self._asked = candidates if in_trees and not noisy and len(growing) == 1 else 0
+        in_trees = not sampler.settings.uses_context
+        self._asked = candidates if in_trees and sampler.greedy and len(growing) == 1 else 0
         self._first_pass(growing)
         live = [one for one in growing if one.tree.depth_limit > 0]
         while live:
             if in_trees:
                 self._grow_best(live, sampler, candidates)
             else:
-                self._grow_drawn(live, sampler)
+                self._grow_chains(live, sampler)
             live = [one for one in live if one.frontier]
             if live:
                 self._next_pass(live)
@@ -160,7 +156,7 @@ class DraftGrower:
         the model's own.
         """
         config, noise = self._config, None
-        if not sampler.greedy and config.drafts == "coupled":
+        if not sampler.greedy:
             noise = [
                 sampler.noise(one.seq, one.tree.depth[node])
                 for one in live
@@ -169,11 +165,6 @@ class DraftGrower:
         p = _frontier_outputs(live)
         ids, best = self._told or self._runner.top(p, candidates, config.sharpness, noise)
         trusted = self._trusted(p, lambda: [row[0] for row in best])
-        if self._judged_by_arla:
-            best = [
-                _with_first(row, score)
-                for row, score in zip(best, self._runner.agreement(p), strict=True)
-            ]
         at = 0
         for one in live:
             count = len(one.frontier)
@@ -221,26 +212,19 @@ class DraftGrower:
             tree.continue_with(continuation[:length], matched, trusted)
         return length > 0, length > 0 and agrees
 
-    def _grow_drawn(self, live: Sequence[GrowingDraft], sampler: Sampler) -> None:
-        """Chains, by the settings' whole pipeline: for a repetition penalty, and for tokens drawn
-        independently. Whether to go on is decided before a token is drawn, as Draft.probs demands.
-        """
+    def _grow_chains(self, live: Sequence[GrowingDraft], sampler: Sampler) -> None:
+        """Chains, by the settings' whole pipeline: for a repetition penalty."""
         p = _frontier_outputs(live)
         logits = self._runner.logits(p)
-        seqs = [one.seq for one in live]
-        paths = [one.tree.tokens for one in live]
-        drawn = draws(self._config, sampler)
-        if drawn:
-            q = sampler.distribution(logits, seqs, paths)
-            tokens = sampler.draw(q, seqs)
-        else:
-            perturbed = sampler.perturbed(logits, seqs, paths)
-            q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
+        perturbed = sampler.perturbed(
+            logits, [one.seq for one in live], [one.tree.tokens for one in live]
+        )
+        q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
         # of the logits: the distribution of greedy tokens under a penalty is sure of each
         trusted = self._trusted(
             p, lambda: torch.softmax(self._config.sharpness * logits, -1).amax(-1).tolist()
         )
-        sure = self._runner.agreement(p) if self._judged_by_arla else q.amax(-1).tolist()
+        sure = q.amax(-1).tolist()
         for k, one in enumerate(live):
             tree, node = one.tree, one.frontier[0]
             if self._ends(one, node, trusted[k]):
@@ -251,8 +235,6 @@ class DraftGrower:
                 chance *= tree.worth(sure[k])
             one.frontier = [tree.add(node, tokens[k], chance, sure[k], trusted[k])]
             tree.drafted += 1
-            if drawn:
-                one.probs.append(q[k : k + 1])
 
     def _ends(self, one: GrowingDraft, node: int, trusted: bool) -> bool:
         """Whether a chain gets no token below `node`. trusted: whether it would be."""
@@ -302,17 +284,11 @@ class DraftGrower:
                 one.tree.tokens,
                 one.tree.parents,
                 torch.cat(one.hidden) if whole else None,
-                torch.cat(one.probs) if one.probs else None,
                 frozenset(one.tree.trusted),
                 one.tree.copied,
             )
             for one in growing
         ]
-
-
-def draws(config: StreamDecodeConfig, sampler: Sampler) -> bool:
-    """Whether drafts are drawn independently of what the model will draw."""
-    return config.drafts == "drawn" and not sampler.greedy
 
 
 def _rows_of(nodes: Sequence[tuple[GrowingDraft, int]]) -> Rows:
@@ -329,11 +305,3 @@ def _rows_of(nodes: Sequence[tuple[GrowingDraft, int]]) -> Rows:
 def _frontier_outputs(live: Sequence[GrowingDraft]) -> Tensor:
     """p of all frontier nodes, [n, d]."""
     return torch.cat([one.outputs[node] for one in live for node in one.frontier])
-
-
-def _with_first(probs: list[float], first: float) -> list[float]:
-    """The candidates' probabilities with another one for the best: the others share what is left,
-    as before.
-    """
-    rest = (1 - first) / max(1 - probs[0], 1e-9)
-    return [first, *(min(prob * rest, first) for prob in probs[1:])]

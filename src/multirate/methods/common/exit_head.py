@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.config import ExitWeights
 from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.reduced_head import spread_over
 from multirate.model.decoder import Decoder
@@ -31,17 +30,15 @@ def first_of_vocabulary(decoder: Decoder, count: int | None) -> Tensor | None:
 
 class ExitHead:
     """tokens: int64 [n], increasing: the tokens that an exit can choose; None: all, with the
-    model's own head. weights: how the native kernel packs a reduced head.
+    model's own head. The native kernel packs a reduced head in 8 bits.
     """
 
-    def __init__(
-        self, decoder: Decoder, tokens: Tensor | None = None, weights: ExitWeights = "int8"
-    ) -> None:
+    def __init__(self, decoder: Decoder, tokens: Tensor | None = None) -> None:
         self._decoder = decoder
         self._tokens = None if tokens is None else tokens.to(decoder.info.device)
         self._reduced: DraftHead | None = None
         if tokens is not None and isinstance(decoder, NativeDecoder):
-            self._owner = Owner(draft_format(weights))
+            self._owner = Owner(draft_format("int8"))
             self._reduced = DraftHead.of(decoder, self._owner, tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -62,7 +62,6 @@ class ExitsConfig(MethodConfig):
         self.require_draft_vocab()
 
     def check_base(self, base: BaseShape) -> None:
-        """Refuse a config that does not fit ``base``."""
         check_exits(self.exits, base.num_layers, f"{self.METHOD}'s")
         self.require_draft_vocab(base.vocab_size)
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from multirate.methods.common.feature_stream import FeatureStream
-from multirate.methods.common.objective import Objective, Term
+from multirate.methods.common.objective import Objective, Term, step_weight
 from multirate.methods.common.teacher import Teacher
 
 
 class FeatureObjective(Objective):
-    """The mean over draft steps s = 1 … unroll_steps, weighted by step_decay to the power s − 1."""
+    """The mean over draft steps s = 1 … unroll_steps, weighted by `step_weight`."""
 
     has_early_exit = False  # features come from the last layers
 
-    def __init__(self, teacher: Teacher, layer: FeatureStream, step_decay: float = 0.8) -> None:
-        super().__init__()
-        self.layer, self.step_decay = layer, step_decay
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+    def __init__(self, teacher: Teacher, layer: FeatureStream) -> None:
+        super().__init__(teacher)
+        self.layer = layer
 
     @property
     def terms(self) -> list[Term]:
         depth, steps = self._teacher[0].shape.num_layers, self.layer.config.unroll_steps
-        return [Term(depth, s, self.step_decay ** (s - 1)) for s in range(1, steps + 1)]
+        return [Term(depth, s, step_weight(s)) for s in range(1, steps + 1)]
 
     def mean(self, losses: Tensor) -> Tensor:
         """Of the steps' losses [unroll_steps]."""
-        weight = torch.tensor(
-            [t.weight for t in self.terms], device=losses.device, dtype=torch.float32
-        )
-        return (weight * losses).sum() / weight.sum()
+        loss, weight = self.weighted(losses)
+        return loss / weight

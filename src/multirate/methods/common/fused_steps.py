@@ -111,7 +111,7 @@ class FusedSteps:
         verified = self._scratch[: (nodes + 1) * decoder.head.outputs]
         self._logits = verified.view(nodes + 1, -1)[:, : decoder.info.vocab_size]
         self._sampler: Sampler | None = None
-        self._head, self._couple = head, True
+        self._head = head
         self._path, self._chosen = np.zeros(nodes + 1, np.int32), np.zeros(nodes + 1, np.int64)
         self._held: tuple[object, ...] = (stream, head)  # the kernel reads them by address
         self._free = np.zeros(nodes)
@@ -145,20 +145,13 @@ class FusedSteps:
         cache: NativeKVCache,
         own: NativeKVCache | None,
         sampler: Sampler | None = None,
-        couple: bool = True,
-        top: int | None = None,
     ) -> None:
         """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
 
         sampler: chooses the tokens (its settings have no repetition penalty); None: greedy ones.
-        couple: whether drafts are drawn with its noise; if not, they are the likeliest tokens.
-        top: candidates of a node; None: as before.
         """
         self._cache, self._own = cache, own
         self._sampler = None if sampler is None or sampler.plain else sampler
-        self._couple = couple
-        if top is not None:
-            self._limits.top = top
         self._step.refused = -np.inf
 
     def enter(
@@ -224,7 +217,7 @@ class FusedSteps:
         sampler = self._sampler
         noise = None if sampler is None else sampler.noise(self._step.sequence)
         packed = abi.NULL if noise is None else abi.noise_of([noise])
-        self._limits.noise = packed if self._couple else abi.NULL
+        self._limits.noise = packed
         self._step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
 

@@ -11,7 +11,6 @@ import torch
 
 from multirate.decoding.drafter import Drafter
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.model.decoder import Decoder
 from multirate.model.noise import Noise
 
@@ -21,18 +20,17 @@ class HeadsDrafter(Drafter):
     keeps residuals in fp32.
 
     When sampling, drafts are the tokens that the heads give with the noise of the model's own
-    logits (model/noise.py); under typical acceptance, as in the paper, their likeliest.
+    logits (model/noise.py).
     """
 
-    def __init__(self, decoder: Decoder, config: AcceptanceConfig) -> None:
+    def __init__(self, decoder: Decoder) -> None:
         start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
         self.decoder, self.row = decoder, decoder.embed(start, np.zeros(1, np.int32))
-        self._coupled = config.acceptance == "exact"
 
     def noise(self, sampler: Sampler, places: Sequence[tuple[int, int]]) -> list[Noise] | None:
         """What is added to the heads' logits; None: nothing. places: of each token to draft its
         sequence, and how many drafted tokens are before it.
         """
-        if sampler.greedy or not self._coupled:
+        if sampler.greedy:
             return None
         return [sampler.noise(b, ahead) for b, ahead in places]

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from multirate.methods.common.distillation import distil
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.objective import Objective, Report, Term, step_weight
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 
 RowsBefore = Callable[[Tensor, int], Tensor]
@@ -31,17 +32,16 @@ def taught_rows(mask: Tensor, count: int) -> tuple[Tensor, RowsBefore]:
 
 
 class HeadsObjective(Objective):
-    """KL to the full model, head k's weighted by `step_decay` to the power k - 1.
+    """KL to the full model, head k's weighted by `step_weight`.
 
     The papers' losses are other ones; this is that of the other methods here.
     """
 
     has_early_exit = False  # the heads read the last layer
 
-    def __init__(self, teacher: Teacher, count: int, step_decay: float) -> None:
-        super().__init__()
-        self.count, self.step_decay = count, step_decay
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+    def __init__(self, teacher: Teacher, heads: Any) -> None:
+        super().__init__(teacher)
+        self.heads, self.count = heads, heads.config.heads
 
     @abstractmethod
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
@@ -50,14 +50,9 @@ class HeadsObjective(Objective):
         """
 
     @property
-    def draft_tokens(self) -> Tensor | None:
-        """int64 [n], the tokens of a reduced draft head; None: all."""
-        return None
-
-    @property
     def terms(self) -> list[Term]:
         depth = self._teacher[0].shape.num_layers
-        return [Term(depth, k, self.step_decay ** (k - 1)) for k in range(1, self.count + 1)]
+        return [Term(depth, k, step_weight(k)) for k in range(1, self.count + 1)]
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
@@ -68,9 +63,8 @@ class HeadsObjective(Objective):
         # what the teacher says at row t head k must say at row t - k
         rows, before = taught_rows(mask, self.count)
         students = self.students(teacher, slow, before)
-        result = distil(torch.stack(students), slow.target(rows), teacher.head, self.draft_tokens)
-        weights = torch.tensor(
-            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
+        result = distil(
+            torch.stack(students), slow.target(rows), teacher.head, self.heads.draft_tokens
         )
-        loss = (weights * result.kl).sum()
+        loss, _ = self.weighted(result.kl)
         return loss, Report(self.terms, result, float(loss.detach()))

@@ -8,29 +8,30 @@ instead (stream_drafter.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
 from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.lookup import Lookup, LookupName, check_texts
+from multirate.methods.common.lookup import Lookup, check_texts
 from multirate.methods.common.wrapped_drafter import WrappedDrafter
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
+
+LEAST = 4
+"""Length of a match, in tokens, from which on it drafts."""
+MOST_TOKENS = 10
+"""Of a looked-up draft."""
 
 
 @dataclass(frozen=True)
 class JoinedConfig(MethodConfig):
     """Settings of drafters that can be combined with text lookup."""
 
-    lookup: LookupName | None = None
-    """How the end of the text is looked up: "sam" (suffix automaton) or "ngram". Null: no lookup.
-    """
-    lookup_least: int = 4
-    """Minimum match length, in tokens, to draft from."""
-    lookup_tokens: int = 10
-    """Maximum length of a looked-up draft."""
+    lookup: Literal["sam", 0] = 0
+    """"sam": the end of the text is looked up in a suffix automaton. 0: no lookup."""
     texts: str | None = None
     """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
     that the package has for it. Null: none.
@@ -38,33 +39,28 @@ class JoinedConfig(MethodConfig):
 
     def check(self) -> None:
         super().check()
-        self.require_count("lookup_least", "lookup_tokens")
-        check_texts(self, self.texts, self.lookup is not None)
+        check_texts(self, self.texts, bool(self.lookup))
 
     def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
         """The drafter that these settings ask for, with drafts that `decoder` verifies."""
-        return drafter if self.lookup is None else JoinedDrafter(drafter, self, decoder)
+        return JoinedDrafter(drafter, self.texts, decoder) if self.lookup else drafter
 
 
 class JoinedDrafter(WrappedDrafter):
-    """Uses `drafter` if the text's match is shorter than `lookup_least`.
+    """Uses `drafter` if the text's match is shorter than LEAST.
 
     The drafter receives every verified step, including those that looked up their draft (`accept`),
     and keeps what it needs.
     """
 
-    def __init__(self, drafter: Drafter, config: JoinedConfig, decoder: Decoder) -> None:
-        assert config.lookup is not None
+    def __init__(self, drafter: Drafter, texts: str | None, decoder: Decoder) -> None:
         super().__init__(drafter)
         self.looks_up = True
         if drafter.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
-        self._least = config.lookup_least
-        found = Lookup.of(config.lookup, config.texts, decoder)
-        # a match need not be told longer than it decides
-        self._lookup = replace(found, longest=max(found.longest, self._least))
-        self.longest, self._tokens = self._lookup.told, config.lookup_tokens
-        self.max_nodes = max(drafter.max_nodes, config.lookup_tokens)
+        self._lookup = Lookup.of(texts, decoder)
+        self.longest = self._lookup.told
+        self.max_nodes = max(drafter.max_nodes, MOST_TOKENS)
         self._texts: list[TextSource] = []
         self._sampler: Sampler | None = None
 
@@ -86,7 +82,7 @@ class JoinedDrafter(WrappedDrafter):
         """See Drafter."""
         drafts: dict[int, Draft] = {}
         for b, limit in zip(seqs, limits, strict=True):
-            most = min(limit, self._tokens)
+            most = min(limit, MOST_TOKENS)
             if not most:
                 continue
             tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
@@ -116,7 +112,7 @@ class JoinedDrafter(WrappedDrafter):
         long.
         """
         there = self._lookup.in_given(matched)
-        return there >= 2 * self._least if there else matched >= self._least
+        return there >= 2 * LEAST if there else matched >= LEAST
 
     def _follow(self, sampler: Sampler) -> None:
         self._sampler = sampler

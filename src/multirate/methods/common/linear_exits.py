@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from multirate.methods.common.exits import ExitsConfig
 from multirate.methods.common.least_squares import LeastSquares, direction, enough
-from multirate.methods.common.multi_exit import ExitMaps, torch_maps
+from multirate.methods.common.multi_exit import ExitMaps
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.common.teacher import Teacher
-from multirate.model.decoder import Decoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.packing import Owner
 
@@ -55,6 +54,17 @@ class LinearExits(ExitMaps):
         out: Tensor = linear(read.to(linear.weight.dtype)).float()
         return out
 
+    def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
+        """See ExitMaps."""
+        owner, size = Owner(), decoder.info.hidden_size
+        packed = {exit: owner.linear(self.map(exit).weight) for exit in self.exits}
+        ones = owner.floats(torch.ones(size, dtype=torch.float32, device="cpu"))
+
+        def run(exit: int, hidden: Tensor, owner: Owner = owner) -> Tensor:
+            return decoder.product(packed[exit], hidden, ones, eps=EPS)[:, :size]
+
+        return run
+
 
 @torch.no_grad()
 def start_from_least_squares(
@@ -72,25 +82,3 @@ def start_from_least_squares(
             fit.add(direction(slow.residual[exit].float()[mask], EPS), wanted)
     for exit, fit in fits.items():
         exits.map(exit).weight.copy_(fit.solution().T)
-
-
-def maps_of(decoder: Decoder, exits: LinearExits) -> Callable[[int, Tensor], Tensor]:
-    """The maps as this decoder runs them fastest."""
-    if isinstance(decoder, NativeDecoder):
-        return _PackedMaps(decoder, exits)
-    return torch_maps(exits, decoder.info.device)
-
-
-class _PackedMaps:
-    """The maps in the kernel's form, as exact as the model's own weights."""
-
-    def __init__(self, decoder: NativeDecoder, exits: LinearExits) -> None:
-        self._decoder, self._owner = decoder, Owner()
-        self._maps = {exit: self._owner.linear(exits.map(exit).weight) for exit in exits.exits}
-        self._ones = self._owner.floats(
-            torch.ones(decoder.info.hidden_size, dtype=torch.float32, device="cpu")
-        )
-
-    def __call__(self, exit: int, hidden: Tensor) -> Tensor:
-        every = self._decoder.product(self._maps[exit], hidden, self._ones, eps=EPS)
-        return every[:, : self._decoder.info.hidden_size]

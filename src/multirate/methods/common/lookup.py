@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from multirate.decoding.given_texts import LONGEST as GIVEN_LONGEST
 from multirate.decoding.given_texts import GivenTexts, WithGivenTexts, given_texts
@@ -14,9 +13,8 @@ from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
 from multirate.model.decoder import Decoder
 
-LookupName = Literal["ngram", "sam"]
-""""ngram" matches a few tokens; "sam", a suffix automaton, finds matches of any length."""
-_LONGEST = {"ngram": 4, "sam": 8}
+LONGEST = 8
+"""Matches that a suffix automaton finds are told as no longer than this."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +29,9 @@ class Lookup:
     """Other texts to search as well."""
 
     @staticmethod
-    def of(setting: int | LookupName, texts: str | None, decoder: Decoder) -> Lookup:
-        """The lookup that settings ask for with a decoder's model. `setting`: the longest n-gram,
-        or a LookupName; `texts`: a file of other texts. Raises UserError for texts of another
-        vocabulary.
+    def of(texts: str | None, decoder: Decoder) -> Lookup:
+        """Of matches of any length, with a decoder's model. texts: a file of other texts. Raises
+        UserError for texts of another vocabulary.
         """
         given = None if texts is None else given_texts(texts)
         vocabulary = decoder.info.vocab_size
@@ -44,9 +41,7 @@ class Lookup:
                 f"this model has {vocabulary}; write them again with `multirate texts` and this "
                 "model"
             )
-        if isinstance(setting, int):
-            return Lookup(setting, given=given)
-        return Lookup(_LONGEST[setting], setting == "sam", given)
+        return Lookup(LONGEST, True, given)
 
     @property
     def told(self) -> int:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,8 @@ from multirate.methods.common.exit_head import ExitHead
 from multirate.methods.common.exits import ScoredExits
 from multirate.methods.common.objective import Objective, Report, Term
 from multirate.methods.common.teacher import Known, Teacher
-
-Weighing = Literal["equal", "by_depth"]
+from multirate.model.decoder import Decoder
+from multirate.model.native import NativeDecoder
 
 
 class ExitMaps(nn.Module):
@@ -38,36 +38,34 @@ class ExitMaps(nn.Module):
         float32.
         """
 
+    @abstractmethod
+    def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
+        """The same in the kernel's form, as exact as the model's own weights."""
 
-def torch_maps(maps: ExitMaps, device: torch.device) -> Callable[[int, Tensor], Tensor]:
-    """The maps run by torch, in the dtype of the residuals."""
-    maps = maps.to(device)
-
-    def run(exit: int, hidden: Tensor) -> Tensor:
-        out: Tensor = maps(exit, hidden)
-        return out.to(hidden.dtype)
-
-    return run
+    def of(self, decoder: Decoder) -> Callable[[int, Tensor], Tensor]:
+        """The same as this decoder runs it fastest, in the residuals' dtype."""
+        if isinstance(decoder, NativeDecoder):
+            return self.packed(decoder)
+        maps = self.to(decoder.info.device)
+        return lambda exit, hidden: maps(exit, hidden).to(hidden.dtype)
 
 
 class MultiExitObjective(Objective):
-    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows, every exit's
-    weighed alike, or by its depth.
+    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows (LITE's paper:
+    cross-entropy with the text, at the exits and the last layer).
     """
 
     predicts = "exits"
+    by_depth: ClassVar[bool] = False
+    """Whether an exit's weight is its depth; if not, all weigh alike."""
 
-    def __init__(self, teacher: Teacher, maps: ExitMaps, weighing: Weighing = "equal") -> None:
-        super().__init__()
-        self.maps, self.weighing = maps, weighing
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+    def __init__(self, teacher: Teacher, maps: ExitMaps) -> None:
+        super().__init__(teacher)
+        self.maps = maps
 
     @property
     def terms(self) -> list[Term]:
-        return [
-            Term(exit, 1, float(exit) if self.weighing == "by_depth" else 1.0)
-            for exit in self.maps.exits
-        ]
+        return [Term(exit, 1, float(exit) if self.by_depth else 1.0) for exit in self.maps.exits]
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
@@ -78,10 +76,8 @@ class MultiExitObjective(Objective):
         said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
         students = torch.stack([teacher.norm(one) for one in said])
         result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
-        weight = torch.tensor(
-            [term.weight for term in self.terms], device=result.kl.device, dtype=torch.float32
-        )
-        loss = (weight * result.kl).sum() / weight.sum() + self.beside(said, slow.final[mask])
+        loss, weight = self.weighted(result.kl)
+        loss = loss / weight + self.beside(said, slow.final[mask])
         return loss, Report(self.terms, result, float(loss.detach()))
 
     def beside(self, said: Tensor, final: Tensor) -> Tensor | float:
@@ -124,6 +120,11 @@ class MultiExits(ScoredExits):
         # nothing is looked at where nothing may leave
         super().__init__([e for e in exits if self._thresholds[e] is not None], head)
         self._maps = maps
+
+    @classmethod
+    def of(cls, decoder: Decoder, maps: ExitMaps, thresholds: Sequence[float | None]) -> Self:
+        """The policy of trained exits. UserError for thresholds that do not fit them."""
+        return cls(maps.exits, ExitHead(decoder, maps.draft_tokens), maps.of(decoder), thresholds)
 
     def threshold(self, exit: int, seq: int) -> float | None:
         return self._thresholds[exit]

@@ -10,12 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multirate.methods.common.distillation import Distilled, simulated_tokens_per_step
-from multirate.methods.common.teacher import Known
+from multirate.methods.common.teacher import Known, Teacher
 
 BINS = 200
 """Histogram bins of scores for AUC and calibration error, so that sums over batches and processes
 stay exact and small.
 """
+
+
+def step_weight(step: int) -> float:
+    """Loss weight of draft step 1, 2, …: each weighs 0.8 of the one before."""
+    return float(0.8 ** (step - 1))
 
 
 class Term(NamedTuple):
@@ -78,10 +83,20 @@ class Objective(nn.Module):
     has_early_exit: bool = True
     """Whether the base alone does something comparable at the same places (`early_exit`)."""
 
+    def __init__(self, teacher: Teacher) -> None:
+        super().__init__()
+        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
+
     @property
     def terms(self) -> list[Term]:
         """The terms of the loss, in the order of the report's students."""
         raise NotImplementedError
+
+    def weighted(self, losses: Tensor) -> tuple[Tensor, Tensor]:
+        """The terms' losses [K] → the sum of them by weight, and of the weights: [] each."""
+        every = [term.weight for term in self.terms]
+        weights = torch.tensor(every, device=losses.device, dtype=torch.float32)
+        return (weights * losses).sum(), weights.sum()
 
     def early_exit(
         self, ids: Tensor, mask: Tensor, known: Known | None = None

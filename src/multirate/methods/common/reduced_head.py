@@ -7,9 +7,7 @@ training computation. A token outside is never drafted, but the model itself can
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-
-from multirate.model.decoder import Decoder
+from torch import Tensor
 
 _LARGEST = 32000
 """EAGLE-3's, of 128,256; smaller vocabularies keep the same share, a quarter."""
@@ -25,18 +23,6 @@ def first_tokens(count: int | None) -> Tensor | None:
     chooses (training/loop.py) or a checkpoint fills it: int64 [count], increasing; None: all.
     """
     return None if count is None else torch.arange(count, device="cpu")
-
-
-def draft_logits(
-    decoder: Decoder, draft_tokens: Tensor | None, p: Tensor, own: nn.Linear | None = None
-) -> Tensor:
-    """Draft logits of residuals p [n, d]: float32 [n, V], −inf outside a reduced draft head's
-    draft_tokens. own: the draft branch's own head over these tokens; None: the model's.
-    """
-    if own is None:
-        return limited_to(draft_tokens, decoder.logits(p))
-    said: Tensor = own(decoder.norm(p).to(own.weight.dtype)).float()
-    return spread_over(draft_tokens, said, decoder.info.vocab_size)
 
 
 def spread_over(draft_tokens: Tensor | None, said: Tensor, vocab_size: int) -> Tensor:

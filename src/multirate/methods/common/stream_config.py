@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from multirate.methods.common.config import DraftWeights, MethodConfig
-from multirate.methods.common.lookup import LookupName, check_texts
+from multirate.methods.common.lookup import check_texts
 from multirate.model.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}
 """The settings that shape a draft tree, with the values that `multirate tune` tries."""
 MAX_DEPTH = 32
 MAX_WINDOW = 1 << 30
-MAX_CANDIDATES = 17  # of a node: the kernel's arrays end there
 
 
 @dataclass(frozen=True)
@@ -26,10 +25,6 @@ class StreamDecodeConfig(MethodConfig):
     """Nodes drafted from per level."""
     nodes: int = 11
     """Maximum number of nodes verified at once."""
-    sampled_candidates: int = 2
-    """When sampling: how many of the likeliest tokens below a node may be verified, at least width
-    + 1, the number that greedy decoding uses.
-    """
     sharpness: float = 2.0
     """Path probabilities multiply softmax(sharpness · logits) of the draft branch. A value above 1
     accounts for greedy verification: the probability that a token is the full model's argmax is
@@ -41,22 +36,13 @@ class StreamDecodeConfig(MethodConfig):
     """
     verify_threshold: float | None = None
     """Minimum path probability of a leaf to verify. Null: computed from measured costs."""
-    lookup: int | LookupName = 0
-    """How a draft may continue as the text did where its last tokens occurred before: "sam" (suffix
-    automaton, matches of any length), "ngram", or the maximum match length in tokens. 0: no lookup.
-    [ours]
+    lookup: Literal["sam", 0] = 0
+    """"sam": a draft may continue as the text did where its last tokens occurred before (suffix
+    automaton, matches of any length). 0: no lookup. [ours]
     """
     texts: str | None = None
     """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
     that the package has for it. Null: none. [ours, as REST]
-    """
-    drafts: Literal["coupled", "likeliest", "drawn"] = "coupled"
-    """Which tokens are drafted when sampling (measured in lab/notes/sampling.md). coupled: the
-    tokens that the draft branch would choose with the noise that the model's own logits will get
-    (model/noise.py). likeliest: the draft branch's most likely tokens, as in greedy decoding.
-    drawn: independent draws, in chains, verified by rejection sampling; no lookup, and the kernel
-    does not fuse these steps. With coupled and likeliest, a seed gives the same text as plain
-    decoding. With a repetition penalty drafts are always chains. [ours]
     """
     window: int | None = 256
     """How many of the newest tokens the draft branch's own layer attends to, on the native kernel.
@@ -70,8 +56,7 @@ class StreamDecodeConfig(MethodConfig):
     def check(self) -> None:
         super().check()
         for name, low, high in self.ranges():
-            value = getattr(self, name)
-            self.require(isinstance(value, str) or low <= value <= high, name, f"{low} to {high}")
+            self.require(low <= getattr(self, name) <= high, name, f"{low} to {high}")
         self.require(self.sharpness > 0, "sharpness", "above 0")
         check_texts(self, self.texts, bool(self.lookup))
         self.require(
@@ -87,6 +72,4 @@ class StreamDecodeConfig(MethodConfig):
             ("depth", 1, MAX_DEPTH),
             ("width", 1, 16),
             ("nodes", 1, MAX_TREE_BIT),
-            ("lookup", 0, 64),
-            ("sampled_candidates", 1, MAX_CANDIDATES),
         ]

@@ -23,7 +23,7 @@ from multirate.decoding.draft_length import DraftLengthController, Plan, StepCos
 from multirate.decoding.drafter import Draft, Drafter, FusedStep, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.text_source import TextSource
-from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting, draws
+from multirate.methods.common.draft_grower import DraftGrower, GrowingDraft, Trusting
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.draft_tree import DraftTree
 from multirate.methods.common.fused_sequences import FusedSequences
@@ -49,8 +49,7 @@ class StreamDrafter(Drafter):
     """Drafts with a stream on any decoder; on the native one steps are fused.
 
     start: layers of the model that the stream's runner runs of the drafted rows. refresh: whether
-    the stream has K/V of its own. carry: whether it reads a carried residual. judged_by_arla:
-    whether drafts grow by the runner's `agreement` instead of the confidence. min_probability: a
+    the stream has K/V of its own. carry: whether it reads a carried residual. min_probability: a
     node whose own is lower is not drafted from.
     """
 
@@ -64,25 +63,19 @@ class StreamDrafter(Drafter):
         refresh: bool = True,
         carry: bool = True,
         trusting: Trusting | None = None,
-        judged_by_arla: bool = False,
         min_probability: float = 0.0,
     ) -> None:
         self.decoder, self.runner, self.config = decoder, runner, config
         self.start, self.taps = start, runner.taps
-        self._lookup = Lookup.of(config.lookup, config.texts, decoder)
+        self._lookup = Lookup.of(config.texts, decoder) if config.lookup else Lookup(0)
         self.looks_up = self._lookup.longest > 0
         self._trusting = trusting
-        fuses = (
-            not judged_by_arla
-            and isinstance(decoder, NativeDecoder)
-            and isinstance(runner, NativeDraftRunner)
-        )
+        fuses = isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner)
         self.lossless = trusting is None
         self.max_nodes = config.nodes
         if trusting is not None:
             most = min(_MOST_NODES, config.nodes + trusting.nodes)
             self.max_nodes = max(self.max_nodes, most)
-        self.repeats_text = self.lossless and config.drafts != "drawn"
         self._prices = config.draft_threshold is None or config.verify_threshold is None
         self.adapts = self.lossless and self._prices
         self._refresh, self._carry, self._min_probability = refresh, carry, min_probability
@@ -92,10 +85,8 @@ class StreamDrafter(Drafter):
             max_nodes=self.max_nodes,
             carry=carry,
             trusting=trusting,
-            judged_by_arla=judged_by_arla,
         )
         self._cache: KVCache | None = None
-        self._samples = False  # whether the generation under way is not greedy
         self._waiting: dict[int, WaitingTokens] = {}
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
@@ -201,7 +192,7 @@ class StreamDrafter(Drafter):
         self._enter(cache, sampler)
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
-        self._cache, self._sampler, self._samples = cache, sampler, not sampler.greedy
+        self._cache, self._sampler = cache, sampler
         self._waiting, self._refreshed, self._seen_from = {}, 0, 0
         self._texts, self._trees, self._matches = {}, {}, {}
         self._own, self._streamed = {}, set()
@@ -215,8 +206,6 @@ class StreamDrafter(Drafter):
             self.runner.native_cache,
             self.runner.own_cache,
             self._sampler,
-            couple=self.config.drafts == "coupled",
-            top=self._candidates,
         )
 
     @property
@@ -375,7 +364,7 @@ class StreamDrafter(Drafter):
         self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
     ) -> list[FusedStep] | None:
         fused = self._fused
-        if fused is None or draws(self.config, self._sampler):
+        if fused is None:
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
@@ -523,13 +512,9 @@ class StreamDrafter(Drafter):
 
     @property
     def _candidates(self) -> int:
-        """Tokens looked at below a node: one more than the width may become a leaf, when sampling
-        some more.
-        """
+        """Tokens looked at below a node: one more than the width may become a leaf."""
         c = self.config
-        if c.width == 1 and c.nodes <= c.depth:
-            return 1
-        return max(c.width + 1, c.sampled_candidates if self._samples else 0)
+        return 1 if c.width == 1 and c.nodes <= c.depth else c.width + 1
 
     def _text_of(self, seq: int) -> TextSource:
         """What the sequence's text is looked up in."""

@@ -21,7 +21,7 @@ class WrappedDrafter(Drafter):
             raise ValueError(f"{type(drafter).__name__} decides by itself what its steps are")
         self.drafter, self.start = drafter, drafter.start
         self.max_nodes, self.top, self.longest = drafter.max_nodes, drafter.top, drafter.longest
-        self.lossless, self.repeats_text = drafter.lossless, drafter.repeats_text
+        self.lossless = drafter.lossless
         self.looks_up = drafter.looks_up
 
     def costs(self, decoder: Decoder) -> CostModel:

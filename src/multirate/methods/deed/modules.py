@@ -7,6 +7,8 @@ U_E starts at zero: an untrained adapter is the base's plain exit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -15,6 +17,8 @@ from multirate.methods.common.multi_exit import ExitMaps
 from multirate.methods.common.reduced_head import first_tokens
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.deed.config import DeedConfig
+from multirate.model.native import NativeDecoder
+from multirate.model.native.packing import Owner
 
 EPS = 1e-6
 
@@ -55,3 +59,18 @@ class AdaptedExits(ExitMaps):
         """See ExitMaps."""
         adapter, read = self.adapter(exit), direction(hidden.float(), EPS)
         return read + adapter(read.to(adapter.down.weight.dtype)).float()
+
+    def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
+        """See ExitMaps."""
+        owner = Owner()
+        packed = {
+            exit: owner.bottleneck(self.adapter(exit).down.weight, self.adapter(exit).up.weight)
+            for exit in self.exits
+        }
+
+        def run(exit: int, hidden: Tensor, owner: Owner = owner) -> Tensor:
+            down, up = packed[exit]
+            read = direction(hidden, EPS)
+            return decoder.product(up, F.silu(decoder.product(down, read, None)), None, into=read)
+
+        return run

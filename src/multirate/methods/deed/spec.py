@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.methods.common.multi_exit import MultiExits
 from multirate.methods.deed.config import DeedConfig, DeedDecodeConfig
-from multirate.methods.deed.exits import policy_of
 from multirate.methods.deed.modules import AdaptedExits
 from multirate.methods.deed.train import DeedObjective
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
@@ -19,7 +19,7 @@ SPEC = register(
         ),
         settings=DeedDecodeConfig,
         step=lambda decoder, module, settings: DynamicDepthStep(
-            policy_of(decoder, module, settings), settings.kv
+            MultiExits.of(decoder, module, [settings.threshold] * len(module.exits)), "deferred"
         ),
         dynamic=DynamicMode(
             gates=lambda exits: exits.exits,

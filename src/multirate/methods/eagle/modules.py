@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from multirate.methods.common.feature_stream import FeatureStream
 from multirate.methods.common.layers import RMSNorm
-from multirate.methods.common.reduced_head import draft_logits
+from multirate.methods.common.reduced_head import limited_to
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.eagle.config import EagleConfig
 from multirate.model.decoder import Decoder
@@ -44,4 +44,4 @@ class EagleLayer(FeatureStream):
         return x, x
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
-        return draft_logits(decoder, self.draft_tokens, p)
+        return limited_to(self.draft_tokens, decoder.logits(p))

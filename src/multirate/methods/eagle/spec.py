@@ -17,7 +17,7 @@ SPEC = register(
         summary="drafts with a trained layer that continues from the model's last hidden state",
         settings=EagleDecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
-        drafter=lambda decoder, module, settings: EagleDrafter(decoder, module, settings),
+        drafter=EagleDrafter,
         training=Training(EagleConfig, EagleLayer, EagleObjective, start=start_from_least_squares),
     )
 )

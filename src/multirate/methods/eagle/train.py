@@ -16,10 +16,15 @@ from multirate.methods.common.objective import Report, shift
 from multirate.methods.common.teacher import Known, Teacher
 from multirate.methods.eagle.modules import EagleLayer
 
+NOISE = 0.2
+"""Training noise on the features: uniform, of this width times 512 / tokens of the sample."""
+KL_WEIGHT = 0.1
+"""Of the token distribution, beside the features' loss."""
+
 
 class EagleObjective(FeatureObjective):
     """(ids [B, T], response mask [B, T]) → SmoothL1 of the features (as the head reads them) +
-    kl_weight · KL.
+    KL_WEIGHT · KL.
     """
 
     layer: EagleLayer
@@ -34,13 +39,13 @@ class EagleObjective(FeatureObjective):
         slow = teacher.slow(ids, shared=0, known=known)
         carried = shift(slow.final.float())
         if layer.training:
-            carried = carried + uniform_noise(ids, carried, layer.config.noise)
+            carried = carried + uniform_noise(ids, carried, NOISE)
         outputs = layer.unrolled(slow.residual[0].float(), carried)
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])
         result = distil(normed, slow.target(mask), teacher.head, layer.draft_tokens)
         feature = slow.normed[mask].float()
         distances = feature_distances(normed, feature)
-        loss = self.mean(distances + layer.config.kl_weight * result.kl)
+        loss = self.mean(distances + KL_WEIGHT * result.kl)
         return loss, Report(self.terms, result, float(loss.detach()))
 
 

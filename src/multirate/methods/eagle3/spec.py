@@ -19,7 +19,7 @@ SPEC = register(
         ),
         settings=Eagle3DecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
-        drafter=lambda decoder, module, settings: Eagle3Drafter(decoder, module, settings),
+        drafter=Eagle3Drafter,
         training=Training(
             Eagle3Config,
             Eagle3Layer,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.common.linear_exits import LinearExits, start_from_least_squares
+from multirate.methods.common.multi_exit import MultiExits
 from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
-from multirate.methods.free.exits import policy_of
-from multirate.methods.free.modules import ShallowExit
 from multirate.methods.free.train import FreeObjective
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
@@ -19,14 +18,14 @@ SPEC = register(
         ),
         settings=FreeDecodeConfig,
         step=lambda decoder, module, settings: DynamicDepthStep(
-            policy_of(decoder, module, settings), settings.kv
+            MultiExits.of(decoder, module, [settings.threshold]), "deferred"
         ),
         dynamic=DynamicMode(
             gates=lambda exits: exits.exits,
             settings=lambda exits, threshold: {"threshold": threshold},
             path=PROBABILITIES,
         ),
-        training=Training(FreeConfig, ShallowExit, FreeObjective, start=start_from_least_squares),
+        training=Training(FreeConfig, LinearExits, FreeObjective, start=start_from_least_squares),
         role="depth",
         lossless=False,
     )

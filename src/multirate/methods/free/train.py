@@ -6,8 +6,6 @@ from torch import Tensor
 
 from multirate.methods.common.least_squares import direction
 from multirate.methods.common.multi_exit import MultiExitObjective
-from multirate.methods.common.teacher import Teacher
-from multirate.methods.free.modules import ShallowExit
 
 
 class FreeObjective(MultiExitObjective):
@@ -16,11 +14,6 @@ class FreeObjective(MultiExitObjective):
     text, and the squared distance of each shallow layer from the deep one it is mapped to).
     """
 
-    def __init__(self, teacher: Teacher, exits: ShallowExit, step_decay: float = 0.8) -> None:
-        del step_decay  # one step only
-        super().__init__(teacher, exits)
-        self._weight = exits.config.distillation
-
     def beside(self, said: Tensor, final: Tensor) -> Tensor:
         wanted = direction(final.float())
-        return self._weight * (direction(said, 1e-6) - wanted).square().mean()
+        return (direction(said, 1e-6) - wanted).square().mean()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
@@ -15,7 +14,7 @@ from multirate.methods.common.shape import BaseShape
 
 @dataclass(frozen=True)
 class HydraConfig(MethodConfig):
-    """The defaults are Hydra++. Hydra has layers=1 and no prefix."""
+    """Hydra++."""
 
     METHOD: ClassVar[str] = "hydra"
 
@@ -23,8 +22,6 @@ class HydraConfig(MethodConfig):
     """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
     layers: int = 4
     """Layers of each head's MLP, from 1 to 16."""
-    prefix: bool = True
-    """Whether an additional decoder layer prepares the heads' input."""
     draft_vocab: int | None = None
     """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
     whole vocabulary.
@@ -35,20 +32,18 @@ class HydraConfig(MethodConfig):
         self.require(1 <= self.layers <= 16, "layers", "a whole number from 1 to 16")
         self.require_draft_vocab()
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> HydraConfig:
-        """The defaults for a base model, with `options` replacing them."""
-        config = HydraConfig.from_json(
-            {"draft_vocab": default_draft_vocab(base.vocab_size)} | options
-        )
-        config.require_draft_vocab(base.vocab_size)
-        return config
+    def check_base(self, base: BaseShape) -> None:
+        self.require_draft_vocab(base.vocab_size)
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        return {"draft_vocab": default_draft_vocab(base.vocab_size)}
 
 
 @dataclass(frozen=True)
-class HydraDecodeConfig(AcceptanceConfig, JoinedConfig):
+class HydraDecodeConfig(JoinedConfig):
     """How the draft tree grows, level by level, from the heads' likeliest tokens. Also see
-    AcceptanceConfig and JoinedConfig.
+    JoinedConfig.
     """
 
     METHOD: ClassVar[str] = "hydra"

@@ -29,7 +29,7 @@ _ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attent
 @dataclass
 class _Verified:
     """What is known of a sequence's verified tokens. count: how many the prefix layer has read;
-    waiting: h_L [n, d] of those after them. Without that layer `waiting` is the last one alone.
+    waiting: h_L [n, d] of those after them.
     """
 
     count: int = 0
@@ -44,7 +44,7 @@ class HydraDrafter(HeadsDrafter):
     """Verified tokens are read by the prefix layer when the next draft is made."""
 
     def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
-        super().__init__(decoder, config)
+        super().__init__(decoder)
         self.heads, self.config = heads.to(self.row.dtype), config
         self.runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
@@ -57,13 +57,10 @@ class HydraDrafter(HeadsDrafter):
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._verified = cache, {}
-        if self.heads.prefix is not None:
-            self._own = None  # its memory may be the next one's
-            self._own = self.runner.new_cache(cache.batch, cache.capacity)
+        self._own = None  # its memory may be the next one's
+        self._own = self.runner.new_cache(cache.batch, cache.capacity)
 
     def usable(self, cache: KVCache, length: int) -> int:
-        if self.heads.prefix is None:
-            return length  # the row that is read again brings all it needs
         known = self._verified.get(0)
         return min(length, known.total) if known and cache is self._cache else 0
 
@@ -71,7 +68,7 @@ class HydraDrafter(HeadsDrafter):
         """Goes on with what the prefix layer has read, and is still to read, of the kept tokens."""
         known = self._verified.get(0)
         self._cache, self._verified = cache, {}
-        if self.heads.prefix is not None and known is not None:
+        if known is not None:
             self._verified[0] = self._first(known, cache.lengths[0])
 
     def prefill(
@@ -82,10 +79,10 @@ class HydraDrafter(HeadsDrafter):
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         for b, hidden in zip(seqs, hidden_final, strict=True):
-            self._add(b, hidden)
+            self._verified.setdefault(b, _Verified()).waiting.append(hidden)
 
     def accept(self, seq: int, verified: Verified) -> None:
-        self._add(seq, verified.accepted)
+        self._verified.setdefault(seq, _Verified()).waiting.append(verified.accepted)
 
     def _first(self, known: _Verified, kept: int) -> _Verified:
         """What is known of the first `kept` tokens."""
@@ -93,16 +90,7 @@ class HydraDrafter(HeadsDrafter):
         waiting = torch.cat([self.row[:0], *known.waiting])[: kept - count]
         return _Verified(count, [waiting])
 
-    def _add(self, seq: int, hidden: Tensor) -> None:
-        known = self._verified.setdefault(seq, _Verified())
-        if self.heads.prefix is None:
-            known.waiting = [hidden[-1:]]
-        else:
-            known.waiting.append(hidden)
-
     def behind(self, seqs: Sequence[int]) -> int:
-        if self.heads.prefix is None:
-            return 0
         return sum(len(part) for b in seqs for part in self._verified[b].waiting)
 
     def trial_step(self) -> Callable[[], object]:
@@ -179,8 +167,6 @@ class HydraDrafter(HeadsDrafter):
         """What the heads read of the sequence's last verified token: x [1, d]."""
         known = self._verified[seq]
         hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
-        if self.heads.prefix is None:
-            return self.runner.normed(hidden)
         assert self._own is not None
         for part in hidden.split(_ROWS):
             rows = Rows.causal(seq, known.count, len(part))

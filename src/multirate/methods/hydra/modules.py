@@ -5,8 +5,8 @@ drafted so far, the model's own next token first:
     y = x + R_k z + SiLU(W_k,1 z)
     y ← y + SiLU(W_k,l y)                 (further layers of the MLP)
 
-read by the base's frozen LM head. x is the base's final residual after its final norm; with the
-prefix (Hydra++) that residual passes a decoder layer with its own keys and values first. The norm
+read by the base's frozen LM head. x is the base's final residual after a decoder layer with its own
+keys and values, the prefix (Hydra++), and the base's final norm. The norm
 of embeddings makes them as large as x. [ours] R and W start at zero, and so does what the prefix
 layer adds: an untrained head repeats the base's next token. Training starts R otherwise (train.py).
 """
@@ -88,7 +88,7 @@ class HydraHeads(nn.Module):
         self.config = config
         size = base.hidden_size
         self.embed_norm = RMSNorm(size, base.norm_eps)
-        self.prefix = PrefixLayer(base) if config.prefix else None
+        self.prefix = PrefixLayer(base)
         self.heads = nn.ModuleList(
             HydraHead(size, k, config.layers) for k in range(1, config.heads + 1)
         )

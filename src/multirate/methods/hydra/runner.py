@@ -25,7 +25,7 @@ from multirate.model.kv_cache import KVCache
 from multirate.model.native import NativeDecoder, abi
 from multirate.model.native.cache import NativeKVCache
 from multirate.model.native.formats import draft_format
-from multirate.model.native.own_layer import OwnLayer, tiles
+from multirate.model.native.own_layer import tiles
 from multirate.model.native.packing import Owner
 from multirate.model.noise import Noise
 from multirate.model.rows import Rows
@@ -39,16 +39,11 @@ class HydraRunner(HeadsRunner):
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `prefixed`."""
-        assert self.heads.prefix is not None
         return self.heads.prefix.attn.new_cache(batch, capacity, self._recorded)
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """Prefix layer and final norm, h_L → x: [n, d] each; writes K/V at ``rows.slot``."""
         return self._over(self._prefixed_rows, rows, cache, hidden)
-
-    def normed(self, hidden: Tensor) -> Tensor:
-        """Where there is no prefix layer: h_L → x, [n, d] each."""
-        return self._alone("norm", self.decoder.norm, hidden)
 
     def student(self, k: int, z: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """z [n, k · d] of head k - 1 (of the first head: x) and the next tokens' embeddings [n, d]
@@ -92,7 +87,6 @@ class HydraRunner(HeadsRunner):
     def _prefixed_rows(
         self, hidden: Tensor, rows: Rows | StaticSlots, cache: KVCache | None
     ) -> Tensor:
-        assert self.heads.prefix is not None
         return self.decoder.norm(self.heads.prefix.rows(hidden, rows, cache))
 
 
@@ -100,39 +94,37 @@ class NativeHydraRunner(HydraRunner):
     """The same with packed copies of all weights. weights: how they are packed."""
 
     decoder: NativeDecoder
-    _prefix: OwnLayer | None = None
 
     @staticmethod
     def where_supported(decoder: Decoder, heads: HydraHeads, weights: DraftWeights) -> HydraRunner:
         """This runner on a decoder that it supports, else the one for any decoder."""
-        layer = heads.prefix
-        if not isinstance(decoder, NativeDecoder) or not decoder.supports_fused:
-            return HydraRunner(decoder, heads)
-        if layer is not None:
-            attn, inner = layer.attn, layer.mlp.gate.out_features
-            if not tiles(decoder, attn.heads, attn.kv_heads, attn.head_dim, inner):
-                return HydraRunner(decoder, heads)
-        return NativeHydraRunner(decoder, heads, weights)
+        attn, inner = heads.prefix.attn, heads.prefix.mlp.gate.out_features
+        if (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and tiles(decoder, attn.heads, attn.kv_heads, attn.head_dim, inner)
+        ):
+            return NativeHydraRunner(decoder, heads, weights)
+        return HydraRunner(decoder, heads)
 
     def __init__(self, decoder: NativeDecoder, heads: HydraHeads, weights: DraftWeights) -> None:
         super().__init__(decoder, heads)
         owner = self._owner = Owner(draft_format(weights))
         self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
         self._layers = [_packed(head, owner) for head in heads.heads]
-        if (layer := heads.prefix) is not None:
-            norms = {
-                "norm_attention": owner.floats(layer.attn_norm.weight),
-                "norm_mlp": owner.floats(layer.mlp_norm.weight),
-            }
-            eps = layer.attn_norm.eps
-            self._prefix = packed_layer(decoder, owner, layer.attn, layer.mlp, eps, norms)
+        layer = heads.prefix
+        norms = {
+            "norm_attention": owner.floats(layer.attn_norm.weight),
+            "norm_mlp": owner.floats(layer.mlp_norm.weight),
+        }
+        eps = layer.attn_norm.eps
+        self._prefix = packed_layer(decoder, owner, layer.attn, layer.mlp, eps, norms)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        assert self._prefix is not None
         return self._prefix.new_cache(batch, capacity)
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        assert self._prefix is not None and isinstance(cache, NativeKVCache)
+        assert isinstance(cache, NativeKVCache)
         return self.decoder.norm(self._prefix.rows(hidden, rows, cache))
 
     def _said(self, k: int, z: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ SPEC = register(
         drafter=lambda decoder, module, settings: settings.joined(
             HydraDrafter(decoder, module, settings), decoder
         ),
-        acceptance=lambda settings: settings.rule,
         training=Training(HydraConfig, HydraHeads, HydraObjective, start=start_from_least_squares),
         tunable={"nodes": (7, 11, 16), "width": (1, 2), "draft_threshold": (0.15, 0.3)},
     )

@@ -19,13 +19,7 @@ from multirate.methods.hydra.modules import HydraHeads
 class HydraObjective(HeadsObjective):
     """See HeadsObjective."""
 
-    def __init__(self, teacher: Teacher, heads: HydraHeads, step_decay: float = 0.8) -> None:
-        super().__init__(teacher, heads.config.heads, step_decay)
-        self.heads = heads
-
-    @property
-    def draft_tokens(self) -> Tensor | None:
-        return self.heads.draft_tokens
+    heads: HydraHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         inputs = _inputs(self.heads, teacher, slow, before)
@@ -37,7 +31,7 @@ def _inputs(
 ) -> Iterator[Tensor]:
     """What heads 1, 2, … read for each taught row: z [N, (k + 1) · d]."""
     embedded, final = slow.residual[0].float(), slow.final.float()
-    read = teacher.norm(final if heads.prefix is None else heads.prefix(final))
+    read = teacher.norm(heads.prefix(final))
     for k in range(1, heads.config.heads + 1):
         z = before(read, k)
         for back in range(k - 1, -1, -1):  # the tokens up to the taught row's own

@@ -15,7 +15,7 @@ from multirate.methods.common.draft_head import DraftHead
 from multirate.methods.common.draft_level import Level
 from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
 from multirate.methods.common.packed_layer import packed_layer
-from multirate.methods.common.reduced_head import draft_logits
+from multirate.methods.common.reduced_head import limited_to
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
@@ -53,7 +53,7 @@ class KangarooRunner(DraftRunner):
         return x, level.own(self.stream.rows, x)
 
     def logits(self, p: Tensor) -> Tensor:
-        return draft_logits(self.decoder, self.stream.draft_tokens, p)
+        return limited_to(self.stream.draft_tokens, self.decoder.logits(p))
 
 
 class NativeKangarooRunner(NativeDraftRunner, KangarooRunner):

@@ -20,7 +20,7 @@ SPEC = register(
             "max_draft": (None, 3, 8),
             "lookup": (0, "sam"),
         },
-        drafter=lambda decoder, module, settings: KangarooDrafter(decoder, module, settings),
+        drafter=KangarooDrafter,
         training=Training(
             KangarooConfig, KangarooAdapter, KangarooObjective, start=start_from_least_squares
         ),

@@ -24,12 +24,10 @@ class KangarooObjective(Objective):
     rows, and report.
     """
 
-    def __init__(self, teacher: Teacher, adapter: KangarooAdapter, step_decay: float = 0.8) -> None:
-        super().__init__()
-        del step_decay  # one step only
+    def __init__(self, teacher: Teacher, adapter: KangarooAdapter) -> None:
+        super().__init__(teacher)
         self.stream = adapter
         self.exit = adapter.config.exit_layer
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

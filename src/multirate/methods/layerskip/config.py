@@ -23,9 +23,6 @@ class LayerSkipConfig(MethodConfig):
     """Drafting stops before a token whose top-1 probability at the exit is below this; 0 never
     stops.
     """
-    adaptive: bool = False
-    """Instead of `confidence`, drafting stops where another token is not worth its measured time.
-    """
 
     def check(self) -> None:
         super().check()

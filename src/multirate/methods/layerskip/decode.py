@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.acceptance_statistics import Calibration
-from multirate.decoding.costs import measure_costs
-from multirate.decoding.draft_length import DraftLengthController
-from multirate.decoding.drafter import Draft, Drafter, Verified
+from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.model.decoder import Decoder, argmax_rows
@@ -33,22 +30,11 @@ class LayerSkipDrafter(Drafter):
         self._decoder, self.config = decoder, config
         self.start = config.exit_of(decoder.info.num_layers)
         self.max_nodes = config.tokens
-        self.controller: DraftLengthController | None = None
-        if config.adaptive:
-            self.controller = DraftLengthController.of(
-                measure_costs(decoder, self.start).costs, config.tokens
-            )
-        self._calibrated = Calibration()
-        self._thresholds = np.zeros(config.tokens)  # least path probability of each level
         self._cache: KVCache | None = None
-        self._confidences: dict[int, list[float]] = {}
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Takes the cache that shallow K/V are written to."""
         self._cache = cache
-        self._confidences = {}
-        if self.controller is not None:
-            self.controller.pause()
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # it has no state but the target's cache
@@ -64,13 +50,9 @@ class LayerSkipDrafter(Drafter):
         that it will add to its own.
         """
         depths = [min(limit, self.config.tokens) for limit in limits]
-        if self.controller is not None:
-            self._thresholds, _ = self.controller.thresholds(len(seqs))
         count = len(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
-        confidences: list[list[float]] = [[] for _ in seqs]
-        path = [1.0] * count  # probability that verification gets there
         live, entering = list(range(count)), list(last_tokens)
         for depth in range(1, max(depths) + 2):
             x = self._shallow([seqs[i] for i in live], entering, depth - 1)  # [n, d] at the exit
@@ -85,30 +67,16 @@ class LayerSkipDrafter(Drafter):
                 [tokens[live[row]] for row in wanting],
             )
             sure = self._confidence(logits)
-            verify_threshold = []
-            for k, row in enumerate(wanting):
-                i = live[row]
-                path[i] *= self._calibrated(sure[k]) if self.controller is not None else 1.0
-                if self._goes_on(depth, sure[k], path[i]):
-                    verify_threshold.append(k)
-                    confidences[i].append(sure[k])
-            if not verify_threshold:
+            going = [k for k, confidence in enumerate(sure) if confidence >= self.config.confidence]
+            if not going:
                 break
-            live = [live[wanting[k]] for k in verify_threshold]
-            if len(verify_threshold) < len(wanting):
-                logits = logits[verify_threshold]
+            live = [live[wanting[k]] for k in going]
+            if len(going) < len(wanting):
+                logits = logits[going]
             entering = argmax_rows(logits)
             for token, i in zip(entering, live, strict=True):
                 tokens[i].append(token)
-        self._confidences = dict(zip(seqs, confidences, strict=True))
         return [Draft.chain(tokens[i], torch.cat(hidden[i])) for i in range(count)]
-
-    def accept(self, seq: int, verified: Verified) -> None:
-        """Feeds the controller; there is no other state to bring up to date."""
-        if self.controller is not None:
-            confidences = self._confidences[seq]
-            self.controller.emitted(len(verified.path))
-            self._calibrated.observe(confidences, len(verified.path) - 1)
 
     def _shallow(self, seqs: list[int], tokens: list[int], depth: int) -> Tensor:
         """Layers [0, E) on one row per sequence, `depth` slots after its committed ones → [n,
@@ -129,12 +97,6 @@ class LayerSkipDrafter(Drafter):
         """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on
         it.
         """
-        if self.controller is None and self.config.confidence == 0:
+        if self.config.confidence == 0:
             return [1.0] * len(logits)
         return torch.exp(logits.amax(dim=-1) - torch.logsumexp(logits, dim=-1)).tolist()
-
-    def _goes_on(self, depth: int, confidence: float, path_probability: float) -> bool:
-        if self.controller is None:
-            return confidence >= self.config.confidence
-        # the first level is always tried: without it nothing would be learnt from this step
-        return depth == 1 or path_probability >= float(self._thresholds[depth - 1])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from multirate.methods.common.config import ExitWeights, MethodConfig
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.exits import ExitsConfig, spaced_exits
 from multirate.methods.common.shape import BaseShape
 
@@ -40,15 +40,12 @@ class LiteConfig(ExitsConfig):
             "a number from 0 to 1 for each exit",
         )
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> LiteConfig:
+    @classmethod
+    def for_base(cls, base: BaseShape, **options: Any) -> Self:
         """Six exits from a quarter of the base's layers on, an eighth apart, as in the paper."""
-        values: dict[str, Any] = {"exits": spaced_exits(base.num_layers, 6, 1 / 4)} | options
-        exits = values["exits"]
+        exits = options.setdefault("exits", spaced_exits(base.num_layers, 6, 1 / 4))
         count = len(exits) if isinstance(exits, (list, tuple)) else 1
-        config = LiteConfig.from_json({"thresholds": default_thresholds(count)} | values)
-        config.check_base(base)
-        return config
+        return super().for_base(base, **{"thresholds": default_thresholds(count)} | options)
 
 
 @dataclass(frozen=True)
@@ -60,9 +57,3 @@ class LiteDecodeConfig(MethodConfig):
     thresholds: tuple[float | None, ...] | None = None
     """One for each exit; null for an exit means never. Null instead of the list: the accelerator's.
     """
-    kv: Literal["propagate", "deferred"] = "propagate"
-    """What later tokens read for the layers that a token skipped. propagate: computed from the
-    residual it left with. deferred: exact, computed with the next token that goes as deep.
-    """
-    weights: ExitWeights = "int8"
-    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""

@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
-from multirate.methods.common.linear_exits import start_from_least_squares
+from multirate.methods.common.linear_exits import LinearExits, start_from_least_squares
+from multirate.methods.common.multi_exit import MultiExitObjective, MultiExits
 from multirate.methods.lite.config import LiteConfig, LiteDecodeConfig
-from multirate.methods.lite.exits import policy_of
-from multirate.methods.lite.modules import LiteExits
-from multirate.methods.lite.train import LiteObjective
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+from multirate.model.decoder import Decoder
 
 
-def _settings(exits: LiteExits, threshold: float | None) -> dict[str, Any]:
+def _step(decoder: Decoder, exits: LinearExits, settings: LiteDecodeConfig) -> DynamicDepthStep:
+    thresholds = settings.thresholds
+    if thresholds is None:
+        assert isinstance(exits.config, LiteConfig)
+        thresholds = exits.config.thresholds
+    return DynamicDepthStep(MultiExits.of(decoder, exits, thresholds), "propagate")
+
+
+def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:
     return {"thresholds": [threshold] * len(exits.exits)}
 
 
@@ -26,15 +33,15 @@ SPEC = register(
             "enough (lossy)"
         ),
         settings=LiteDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            policy_of(decoder, module, settings), settings.kv
-        ),
+        step=_step,
         dynamic=DynamicMode(
             gates=lambda exits: exits.exits,
             settings=_settings,
             path=PROBABILITIES,
         ),
-        training=Training(LiteConfig, LiteExits, LiteObjective, start=start_from_least_squares),
+        training=Training(
+            LiteConfig, LinearExits, MultiExitObjective, start=start_from_least_squares
+        ),
         role="depth",
         lossless=False,
     )

@@ -92,8 +92,6 @@ class M2R2Config(MethodConfig):
     """Size of the reduced draft head, which covers the most frequent tokens of the training data.
     Null: the full head. [ours]
     """
-    own_head: bool = False
-    """Drafts use their own head, which starts as a copy of the base's [ours, as EAGLE-3]."""
     preset: str = "m2r2"
     """"m2r2" or "m2r2-carry"."""
 

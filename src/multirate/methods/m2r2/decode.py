@@ -32,10 +32,8 @@ class M2R2Drafter(StreamDrafter):
         trusting = None
         if threshold is not None:
             trusting = Trusting(threshold, config.trusted, config.exit_score == "arla")
-        by_arla = {"trust": config.trust == "arla", "exit_score": trusting and trusting.by_arla}
-        for setting, used in by_arla.items():
-            if used:
-                arla_of(stream, setting)
+            if trusting.by_arla:
+                arla_of(stream)
         super().__init__(
             decoder,
             make_runner(decoder, stream, gate, config.weights),
@@ -44,7 +42,6 @@ class M2R2Drafter(StreamDrafter):
             refresh=bool(stream.blocks),
             carry=stream.carry is not None,
             trusting=trusting,
-            judged_by_arla=config.trust == "arla",
         )
 
 
@@ -53,20 +50,15 @@ def _exit_threshold(config: M2R2DecodeConfig, stream: AcceleratedStream) -> floa
     if not config.leaves_early or config.exit_thresholds is None:
         return None
     if len(stream.config.gates) != 1:
-        raise ValueError("unverified acceptance (trust) needs an accelerator with one gate")
-    if config.kv != "deferred":
-        raise UserError(
-            f"m2r2 setting kv={config.kv!r} needs an accelerator with several gates; accepted "
-            "with one gate: deferred"
-        )
+        raise ValueError("unverified acceptance needs an accelerator with one gate")
     return config.exit_thresholds[0]
 
 
-def arla_of(stream: AcceleratedStream, setting: str) -> ARLA:
-    """The stream's ARLA in float32. Raises UserError naming the setting if there is none."""
+def arla_of(stream: AcceleratedStream) -> ARLA:
+    """The stream's ARLA in float32. Raises UserError if there is none."""
     if stream.arla is None:
         raise UserError(
-            f"m2r2 setting {setting}='arla' needs an accelerator with ARLA; this one has arla_dim=0"
+            "m2r2 setting exit_score='arla' needs an accelerator with ARLA; this one has arla_dim=0"
         )
     return copy.deepcopy(stream.arla).float()
 

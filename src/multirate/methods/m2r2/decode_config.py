@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from multirate.methods.common.lookup import LookupName
 from multirate.methods.common.stream_config import StreamDecodeConfig
 from multirate.model.rows import MAX_TREE_BIT
 
@@ -20,11 +19,6 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     """Maximum number of tokens accepted unverified in one draft. They come on top of `nodes` and
     `depth`. [ours]
     """
-    trust: Literal["confidence", "arla"] = "confidence"
-    """Score that decides which drafted tokens are accepted unverified: confidence (the sharpened
-    top-1 probability) or arla (the trained estimate that the argmax agrees; docs/methods/m2r2.md).
-    Both were measured (lab/notes/m2r2-and-eagle3.md).
-    """
     exit_thresholds: tuple[float | None, ...] | None = None
     """Dynamic mode (lossy): for each gate the minimum score with which a token leaves there; null
     for a gate means never. `multirate calibrate` chooses these. With one gate, a drafted token that
@@ -32,13 +26,9 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     of the list: lossless decoding.
     """
     exit_score: Literal["arla", "confidence"] = "confidence"
-    """Score that is compared with exit_thresholds: confidence or arla. Confidence predicts better
-    on the accelerators measured so far (lab/results/README.md).
-    """
-    kv: Literal["deferred", "propagate"] = "deferred"
-    """With several gates: what later tokens read for the layers that a token skipped. deferred:
-    exact, computed with the next token that goes as deep. propagate: computed from the exit's
-    residual.
+    """Score that is compared with exit_thresholds: confidence (the sharpened top-1 probability) or
+    arla (the trained estimate that the argmax agrees; docs/methods/m2r2.md). Confidence predicts
+    better on the accelerators measured so far (lab/results/README.md).
     """
 
     def ranges(self) -> list[tuple[str, int, int]]:
@@ -56,5 +46,5 @@ class CarryDecodeConfig(M2R2DecodeConfig):
 
     METHOD: ClassVar[str] = "m2r2-carry"
 
-    lookup: int | LookupName = "sam"
+    lookup: Literal["sam", 0] = "sam"
     """As in StreamDecodeConfig."""

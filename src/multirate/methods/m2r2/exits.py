@@ -32,7 +32,7 @@ def step_of(decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfi
             f"of the accelerator's gates {list(gates)}"
         )
     if config.leaves_early and len(gates) > 1:
-        return DynamicDepthStep(GateExits(decoder, stream, config), config.kv)
+        return DynamicDepthStep(GateExits(decoder, stream, config), "deferred")
     return SpeculativeStep(M2R2Drafter(decoder, stream, config))
 
 
@@ -67,7 +67,7 @@ class GateExits(DepthPolicy):
         stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self.adapters: Mapping[int, LayerAdapter] | None = stream.layer_adapters() or None
         self._stream = stream
-        self._arla = arla_of(stream, "exit_score") if config.exit_score == "arla" else None
+        self._arla = arla_of(stream) if config.exit_score == "arla" else None
         self._reinitialise = stream.config.reinitialise
         self._passed: dict[int, list[Tensor]] = {}  # the normed stream at the gates, by sequence
 

@@ -10,7 +10,7 @@ with taps i, j, …, h_L + W_t [h_i; h_j; …] / s when verified):
               at positions ≤ t
     f       = W_f [RMSNorm(p_G), RMSNorm(c)]                (fuse; else p_G)
     p       = block_G(f)                                    (block; else f)
-    draft   = lm_head(final_norm(p)), both the base's own and frozen (own_head: the head trained)
+    draft   = lm_head(final_norm(p)), both the base's own and frozen
 
 With several gates and ``reinitialise`` the stream restarts as h_{G_j} after gate j (paper); the
 carry enters layer 0 only, and the fusion. Every added path starts at zero, so that without training
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
-from multirate.methods.common.reduced_head import draft_logits, first_tokens
+from multirate.methods.common.reduced_head import first_tokens, limited_to
 from multirate.methods.common.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
@@ -200,8 +200,6 @@ class AcceleratedStream(nn.Module):
     arla: ARLA | None
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
-    head: nn.Linear | None
-    """The stream's own draft head, or None for the base's."""
 
     def __init__(self, config: M2R2Config, base: BaseShape) -> None:
         super().__init__()
@@ -230,8 +228,6 @@ class AcceleratedStream(nn.Module):
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
         )
         self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
-        outputs = config.draft_vocab or base.vocab_size
-        self.head = nn.Linear(base.hidden_size, outputs, bias=False) if config.own_head else None
 
     def carried(self, hidden: Tensor, inner: Mapping[int, Tensor]) -> Tensor:
         """What verified tokens carry, from their h_L [..., d] and the tapped residuals."""
@@ -262,4 +258,4 @@ class AcceleratedStream(nn.Module):
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
         """Logits of outputs p [n, d]: float32 [n, V], −inf outside draft_tokens."""
-        return draft_logits(decoder, self.draft_tokens, p, self.head)
+        return limited_to(self.draft_tokens, decoder.logits(p))

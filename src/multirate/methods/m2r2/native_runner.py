@@ -55,11 +55,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         self._mixing = mixing = Owner(mixing_format(weights))
         self._d = decoder.info.hidden_size
         config, carry = stream.config, stream.carry
-        if stream.head is None:
-            self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
-        else:
-            own, norm = stream.head.weight, decoder.norm_weight
-            self.head = DraftHead.own(owner, own, stream.draft_tokens, norm)
+        self.head = DraftHead.of(decoder, owner, stream.draft_tokens)
         features = stream.features
         self._packed_taps = (
             None

@@ -12,12 +12,7 @@ from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeCo
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.tracing import M2R2Tracer
-from multirate.methods.m2r2.train import (
-    M2R2Objective,
-    start_from_least_squares,
-    start_head,
-    start_taps,
-)
+from multirate.methods.m2r2.train import M2R2Objective, start_from_least_squares, start_taps
 from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
 
 
@@ -29,7 +24,7 @@ def _training(preset: str) -> Training:
         M2R2Objective,
         configure=configure,
         start=start_from_least_squares,
-        added={"features": start_taps, "head": start_head},
+        added={"features": start_taps},
     )
 
 
@@ -52,8 +47,8 @@ PAPER = register(
         ),
         settings=M2R2DecodeConfig,
         tunable=TUNABLE,
-        drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
-        step=lambda decoder, module, settings: step_of(decoder, module, settings),
+        drafter=M2R2Drafter,
+        step=step_of,
         dynamic=DYNAMIC,
         tracer=M2R2Tracer,
         training=_training("m2r2"),
@@ -67,8 +62,8 @@ CARRY = register(
         summary="m2r2 with a carried final residual and a block at a shallow gate (ours)",
         settings=CarryDecodeConfig,
         tunable=TUNABLE,
-        drafter=lambda decoder, module, settings: M2R2Drafter(decoder, module, settings),
-        step=lambda decoder, module, settings: step_of(decoder, module, settings),
+        drafter=M2R2Drafter,
+        step=step_of,
         dynamic=DYNAMIC,
         tracer=M2R2Tracer,
         training=_training("m2r2-carry"),

@@ -28,7 +28,7 @@ class M2R2Tracer(StreamTracer):
         self._decoder = decoder
         self._stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self._adapters = stream.layer_adapters() or None
-        self._arla = None if stream.arla is None else arla_of(stream, "trust")
+        self._arla = None if stream.arla is None else arla_of(stream)
         self._sharpness = M2R2DecodeConfig().sharpness
         self.gates = stream.config.gates
         self._cache: KVCache | None = None

@@ -3,7 +3,7 @@ one pass.
 
 Frozen base, online teacher. Loss = Σ w · KL(head(h_L) ‖ head(p)) / Σ w over response rows. Its
 terms are every gate at draft step 1 (weight 1 each; re-initialisation makes the gates independent:
-paper) and, with carry, the first gate at draft steps s = 2..S (weight decay^(s−1)) [ours]. Step s
+paper) and, with carry, the first gate at draft steps s = 2..S (`step_weight`) [ours]. Step s
 carries the stream's own output of step s − 1 at t − 1, and its block sees the K/V that drafting s
 tokens ahead sees (``OwnAttention.forward``): what happens at decode time.
 """
@@ -21,7 +21,14 @@ from multirate.methods.common.distillation import Distilled, distil
 from multirate.methods.common.feature_loss import feature_distances, uniform_noise
 from multirate.methods.common.layers import KeysValues
 from multirate.methods.common.least_squares import LeastSquares, direction
-from multirate.methods.common.objective import Objective, Report, Term, balanced_bce, shift
+from multirate.methods.common.objective import (
+    Objective,
+    Report,
+    Term,
+    balanced_bce,
+    shift,
+    step_weight,
+)
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.modules import AcceleratedStream
 
@@ -32,13 +39,10 @@ TAP_BATCHES = 8
 class M2R2Objective(Objective):
     """(ids [B, T], response mask [B, T]) → loss and report. Only ``stream`` holds parameters."""
 
-    def __init__(
-        self, teacher: Teacher, stream: AcceleratedStream, step_decay: float = 0.8
-    ) -> None:
-        super().__init__()
-        self.stream, self.step_decay = stream, step_decay
+    def __init__(self, teacher: Teacher, stream: AcceleratedStream) -> None:
+        super().__init__(teacher)
+        self.stream = stream
         self.has_arla = stream.arla is not None
-        self._teacher = [teacher]  # in a list: the base's weights are not this module's parameters
 
     @property
     def terms(self) -> list[Term]:
@@ -46,7 +50,7 @@ class M2R2Objective(Objective):
         config = self.stream.config
         first = [Term(gate, 1, 1.0) for gate in config.gates]
         later = range(2, config.unroll_steps + 1)
-        return first + [Term(config.gates[0], s, self.step_decay ** (s - 1)) for s in later]
+        return first + [Term(config.gates[0], s, step_weight(s)) for s in later]
 
     def slow(self, ids: Tensor, known: Known | None = None) -> SlowPass:
         """The teacher's pass, with everything that the stream reads."""
@@ -127,16 +131,13 @@ class M2R2Objective(Objective):
     def _score(self, outputs: list[Tensor], slow: SlowPass, mask: Tensor) -> tuple[Tensor, Report]:
         teacher, stream = self._teacher[0], self.stream
         normed = torch.stack([teacher.norm(x[mask]) for x in outputs])  # [K, N, d]
-        own = None if stream.head is None else stream.head.weight
-        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens, own)
-        weight = torch.tensor(
-            [t.weight for t in self.terms], device=result.kl.device, dtype=torch.float32
-        )
+        result = distil(normed, slow.target(mask), teacher.head, stream.draft_tokens)
         losses = result.kl
         if stream.config.feature_weight:
             distances = feature_distances(normed, slow.normed[mask].float())
             losses = losses + stream.config.feature_weight * distances
-        loss = (weight * losses).sum() / weight.sum()
+        loss, weight = self.weighted(losses)
+        loss = loss / weight
         report = Report(self.terms, result, float(loss.detach()))
         if stream.arla is not None and normed.shape[1]:
             logits = self.arla_logits(normed.detach().float())
@@ -195,15 +196,6 @@ def start_taps(
 
 
 @torch.no_grad()
-def start_head(
-    teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
-) -> None:
-    """Initialises the stream's own head from the base's."""
-    assert stream.head is not None
-    stream.head.weight.copy_(teacher.head.own_start(stream.draft_tokens))
-
-
-@torch.no_grad()
 def start_from_least_squares(
     teacher: Teacher, stream: AcceleratedStream, batches: Iterable[tuple[Tensor, Tensor, Any]]
 ) -> None:
@@ -213,8 +205,6 @@ def start_from_least_squares(
     The block's output starts at zero, so this decides the loss of the first step: near 4 nats on a
     vocabulary of 49,152 instead of 13.
     """
-    if stream.head is not None:
-        start_head(teacher, stream, ())
     batches = iter(batches)
     if stream.features is not None:
         first = list(islice(batches, TAP_BATCHES))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from multirate.errors import UserError
 from multirate.methods.common.config import MethodConfig
@@ -32,31 +32,21 @@ class ExpertPredictorConfig(MethodConfig):
     """Runs the later layers' attention on the predicted stream, over the slow residual's K/V. A
     pruned expert is then gated like the expert and starts as its strongest neurons.
     """
-    membership: float = 0.5
-    """Loss weight of the binary cross-entropy on being among a token's experts, beside the KL
-    divergence. ``for_base`` sets it to 0 with attention, where it lowers recall.
-    """
-    alignment: float = 0.1
-    """Loss weight of 1 − cosine between the router's input and its prediction."""
 
     def check(self) -> None:
         least = 0 if self.attention and self.sketch else 1
         self.require_count("rank", least=least)
         self.require_count("sketch", least=0)
         self.require(1 <= self.ahead <= 8, "ahead", "1 to 8")
-        for name in ("membership", "alignment"):
-            self.require(getattr(self, name) >= 0, name, "0 or more")
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> ExpertPredictorConfig:
+    @classmethod
+    def for_base(cls, base: BaseShape, **options: Any) -> Self:
         """Defaults for a base, with ``options`` replacing fields. UserError for a model without
         experts.
         """
         if options.get("attention") is True:
-            options = {"membership": 0.0, "rank": 0, **options}
-        config = ExpertPredictorConfig.from_json(options)
-        config.check_base(base)
-        return config
+            options = {"rank": 0, **options}
+        return super().for_base(base, **options)
 
     def check_base(self, base: BaseShape) -> None:
         """Raises UserError for a base that has no experts or too few layers."""

@@ -1,7 +1,7 @@
 """Trains the accelerated residual to name experts: the base and its routers are frozen.
 
 Per mixture layer j and depth δ, q the router's distribution and S its top k for the true residual,
-q̂ for p_{j−δ,δ}: KL(q ‖ q̂) + membership · BCE(top k of q̂'s logits against S) + alignment · (1 −
+q̂ for p_{j−δ,δ}: KL(q ‖ q̂) + MEMBERSHIP · BCE(top k of q̂'s logits against S) + ALIGNMENT · (1 −
 cos of the router's inputs).
 
 With attention (modules.py), a row has the true K/V of the tokens before it, as it will when it is
@@ -21,10 +21,15 @@ from torch.nn import functional as F
 
 from multirate.errors import UserError
 from multirate.methods.common.distillation import Distilled
-from multirate.methods.common.objective import Objective, Report, Term
+from multirate.methods.common.objective import Objective, Report, Term, step_weight
 from multirate.methods.common.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
 from multirate.model.hf.parts import MoEParts
+
+MEMBERSHIP = 0.5
+"""Loss weight of being among a token's experts; none with attention, where it lowers recall."""
+ALIGNMENT = 0.1
+"""Loss weight of the router's input beside its prediction."""
 
 
 @dataclass
@@ -67,13 +72,9 @@ class ExpertPredictorObjective(Objective):
 
     predicts = "experts"
 
-    def __init__(
-        self, teacher: Teacher, predictor: ExpertPredictor, step_decay: float = 0.8
-    ) -> None:
-        super().__init__()
+    def __init__(self, teacher: Teacher, predictor: ExpertPredictor) -> None:
+        super().__init__(teacher)
         self.stream = predictor
-        self._decay = step_decay
-        self._teacher = [teacher]
         self._mixtures = [
             _Mixture(part.index, part.moe) for part in teacher.parts.layers if part.moe is not None
         ]
@@ -88,7 +89,7 @@ class ExpertPredictorObjective(Objective):
         """By depth, then by layer."""
         depths = range(1, self.stream.config.ahead + 1)
         return [
-            Term(target.layer, depth, self._decay ** (depth - 1))
+            Term(target.layer, depth, step_weight(depth))
             for depth in depths
             for target in self._mixtures[depth:]
         ]
@@ -122,7 +123,7 @@ class ExpertPredictorObjective(Objective):
         return self.terms, report.result
 
     def _judge(self, rows: list[Tensor], predicted: list[list[Tensor]]) -> tuple[Tensor, Report]:
-        config, terms = self.stream.config, self.terms
+        terms, member_weight = self.terms, 0.0 if self.stream.config.attention else MEMBERSHIP
         with torch.no_grad():
             inputs = [m.inputs(row) for m, row in zip(self._mixtures, rows, strict=True)]
             truth = [m.route(x) for m, x in zip(self._mixtures, inputs, strict=True)]
@@ -144,9 +145,7 @@ class ExpertPredictorObjective(Objective):
             edge = guessed.topk(k + 1, dim=-1).values[:, k - 1 :].mean(-1, keepdim=True).detach()
             membership = F.binary_cross_entropy_with_logits(guessed - edge, members)
             alignment = 1 - F.cosine_similarity(x.float(), inputs[target].float(), dim=-1).mean()
-            losses.append(
-                term.weight * (kl + config.membership * membership + config.alignment * alignment)
-            )
+            losses.append(term.weight * (kl + member_weight * membership + ALIGNMENT * alignment))
             q = log_q.exp().detach()
             hits = torch.zeros_like(members).scatter_(1, top, 1.0).gather(1, chosen) > 0
             kls.append(kl)

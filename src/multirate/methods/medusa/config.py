@@ -7,7 +7,6 @@ from math import prod
 from typing import Any, ClassVar
 
 from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.acceptance_config import AcceptanceConfig
 from multirate.methods.common.config import DraftWeights, MethodConfig
 from multirate.methods.common.joined_drafter import JoinedConfig
 from multirate.methods.common.reduced_head import default_draft_vocab
@@ -42,19 +41,17 @@ class MedusaConfig(MethodConfig):
         self.require(fits and nodes_of(self.widths) <= MAX_TREE_NODES, "widths", _ACCEPTED)
         self.require_draft_vocab()
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> MedusaConfig:
-        """The defaults for a base model, with `options` replacing them."""
-        config = MedusaConfig.from_json(
-            {"draft_vocab": default_draft_vocab(base.vocab_size)} | options
-        )
-        config.require_draft_vocab(base.vocab_size)
-        return config
+    def check_base(self, base: BaseShape) -> None:
+        self.require_draft_vocab(base.vocab_size)
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        return {"draft_vocab": default_draft_vocab(base.vocab_size)}
 
 
 @dataclass(frozen=True)
-class MedusaDecodeConfig(AcceptanceConfig, JoinedConfig):
-    """Decoding settings; also see AcceptanceConfig and JoinedConfig."""
+class MedusaDecodeConfig(JoinedConfig):
+    """Decoding settings; also see JoinedConfig."""
 
     METHOD: ClassVar[str] = "medusa"
 

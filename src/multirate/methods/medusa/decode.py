@@ -28,7 +28,7 @@ class MedusaDrafter(HeadsDrafter):
     """
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
-        super().__init__(decoder, config)
+        super().__init__(decoder)
         self.runner = NativeMedusaRunner.where_supported(
             decoder, heads.to(self.row.dtype), config.weights
         )

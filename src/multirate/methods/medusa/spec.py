@@ -17,7 +17,6 @@ SPEC = register(
         drafter=lambda decoder, module, settings: settings.joined(
             MedusaDrafter(decoder, module, settings), decoder
         ),
-        acceptance=lambda settings: settings.rule,
         training=Training(MedusaConfig, MedusaHeads, MedusaObjective),
         tunable={"widths": (None, (2,), (2, 1), (4, 2))},
     )

@@ -12,13 +12,7 @@ from multirate.methods.medusa.modules import MedusaHeads
 class MedusaObjective(HeadsObjective):
     """See HeadsObjective."""
 
-    def __init__(self, teacher: Teacher, heads: MedusaHeads, step_decay: float = 0.8) -> None:
-        super().__init__(teacher, heads.config.heads, step_decay)
-        self.heads = heads
-
-    @property
-    def draft_tokens(self) -> Tensor | None:
-        return self.heads.draft_tokens
+    heads: MedusaHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
         normed = slow.normed.float()

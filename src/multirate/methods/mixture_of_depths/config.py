@@ -33,20 +33,15 @@ class MixtureOfDepthsConfig(MethodConfig):
         self.require(0 < self.capacity < 1, "capacity", "a number between 0 and 1")
 
     def check_base(self, base: BaseShape) -> None:
-        """Raises UserError for a config that does not fit ``base``."""
         last = base.num_layers - 1
         self.require(self.blocks[-1] <= last, "blocks", f"layers 0 to {last} of this model")
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> MixtureOfDepthsConfig:
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
         """Every other block, as in the paper, except in the first tenth of the layers, which a
         frozen base cannot do without.
         """
-        first = max(1, base.num_layers // 10)
-        values = {"blocks": list(range(first, base.num_layers, 2))} | options
-        config = MixtureOfDepthsConfig.from_json(values)
-        config.check_base(base)
-        return config
+        return {"blocks": list(range(max(1, base.num_layers // 10), base.num_layers, 2))}
 
 
 @dataclass(frozen=True)

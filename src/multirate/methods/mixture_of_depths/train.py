@@ -31,12 +31,10 @@ class RouterObjective(Objective):
     predicts = "exits"
     has_early_exit = False  # the base alone leaves nothing out
 
-    def __init__(self, teacher: Teacher, routers: Routers, step_decay: float = 0.8) -> None:
-        super().__init__()
-        del step_decay  # one step only
+    def __init__(self, teacher: Teacher, routers: Routers) -> None:
+        super().__init__(teacher)
         refuse_windows(teacher.parts.windows, routers.config.blocks)
         self.routers = routers
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

@@ -17,8 +17,6 @@ class SAMConfig(MethodConfig):
 
     tokens: int = 10
     """Maximum length of a draft."""
-    least: int = 1
-    """Minimum match length to draft from."""
     per_match: float = 4.0
     """Tokens drafted per matched token."""
     texts: str | None = None
@@ -28,12 +26,12 @@ class SAMConfig(MethodConfig):
 
     def check(self) -> None:
         super().check()
-        self.require_count("tokens", "least")
+        self.require_count("tokens")
         self.require(self.per_match > 0, "per_match", "a number above 0")
 
     def length(self, matched: int) -> int:
         """How many tokens to draft after a match of `matched` tokens."""
-        if matched < self.least:
+        if not matched:
             return 0
         return min(self.tokens, max(1, int(self.per_match * matched)))
 
@@ -42,4 +40,4 @@ class SAMConfig(MethodConfig):
         """The longest match to tell apart from shorter ones, by how much is drafted and how much of
         it was accepted.
         """
-        return max(self.least, self.tokens, math.ceil(self.tokens / self.per_match))
+        return max(self.tokens, math.ceil(self.tokens / self.per_match))

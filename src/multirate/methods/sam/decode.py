@@ -16,7 +16,7 @@ class SAMDrafter(TextDrafter):
     """
 
     def __init__(self, decoder: Decoder, config: SAMConfig) -> None:
-        lookup = Lookup.of("sam", config.texts, decoder)
+        lookup = Lookup.of(config.texts, decoder)
         if lookup.given is None:
             lookup = replace(lookup, longest=config.longest)  # no more need be told
         super().__init__(decoder, lookup, config.tokens, config.length)

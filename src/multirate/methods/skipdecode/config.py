@@ -19,7 +19,7 @@ class SkipDecodeConfig(MethodConfig):
     max_share: float = 1.0
     """Share of the layers that the first new token runs."""
     min_share: float = 0.8
-    """Share of the layers from the expected length on. In between the number of layers falls
+    """Share of the layers at the maximum length of the batch. In between the number of layers falls
     linearly.
     """
     warmup_layers: int = 0
@@ -27,8 +27,6 @@ class SkipDecodeConfig(MethodConfig):
     between are skipped. 0: two fifths of the model's layers. No token runs fewer than warmup_layers
     and one at the top. [the default is ours]
     """
-    expected_tokens: int = 0
-    """The expected length, in new tokens. 0: the maximum of the sequences in the batch."""
 
     def check(self) -> None:
         super().check()
@@ -36,7 +34,7 @@ class SkipDecodeConfig(MethodConfig):
         self.require(
             0 < self.min_share <= self.max_share, "min_share", "above 0, at most max_share"
         )
-        self.require_count("warmup_layers", "expected_tokens", least=0)
+        self.require_count("warmup_layers", least=0)
 
     def warmup_of(self, num_layers: int) -> int:
         """Layers at the bottom that every token runs, in a model of `num_layers`. Raises UserError

@@ -23,7 +23,7 @@ class PositionSchedule(DepthPolicy):
     def begin(self, session: Session) -> None:
         self._depth = self._layers
         rooms = [session.stops.total_room(b) for b in session.active]
-        self._expected = self._config.expected_tokens or max(rooms, default=1)
+        self._expected = max(rooms, default=1)
 
     def schedule(self, session: Session, seqs: Sequence[int]) -> Sequence[LayerRange]:
         # the furthest of the batch; it may end before the others do, and the depth stays

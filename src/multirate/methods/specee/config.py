@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from multirate.methods.common.config import ExitWeights, MethodConfig
+from multirate.methods.common.config import MethodConfig
 from multirate.methods.common.exits import ExitsConfig
 from multirate.methods.common.shape import BaseShape
 
@@ -28,17 +28,13 @@ class SpecEEConfig(ExitsConfig):
         self.require_count("rank", "width")
 
     def check_base(self, base: BaseShape) -> None:
-        """Raises UserError for a config that does not fit ``base``."""
         super().check_base(base)
         self.require(self.draft_vocab is None or self.draft_vocab >= 4, "draft_vocab", "at least 4")
 
-    @staticmethod
-    def for_base(base: BaseShape, **options: Any) -> SpecEEConfig:
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
         """An exit after every layer from a quarter of the base's on (the paper: every layer)."""
-        values = {"exits": list(range(max(1, base.num_layers // 4), base.num_layers))} | options
-        config = SpecEEConfig.from_json(values)
-        config.check_base(base)
-        return config
+        return {"exits": list(range(max(1, base.num_layers // 4), base.num_layers))}
 
 
 @dataclass(frozen=True)
@@ -51,20 +47,7 @@ class SpecEEDecodeConfig(MethodConfig):
     """Minimum predicted probability with which the full head checks whether a token leaves, from 0
     to 1. Null: no token leaves.
     """
-    hot: int = 4
-    """How many exits are checked for every token: the ones where the training data's tokens could
-    leave first most often. The two on either side of each of the last five exits are checked as
-    well.
-    """
-    kv: Literal["propagate", "deferred"] = "propagate"
-    """What later tokens read for the layers that a token skipped. propagate: computed from the
-    residual it left with. deferred: exact, computed with the next token that goes as deep. [ours:
-    the paper's code leaves holes]
-    """
-    weights: ExitWeights = "int8"
-    """How the native kernel packs a reduced head: int8 or bf16. [ours]"""
 
     def check(self) -> None:
         super().check()
         self.require_share("threshold")
-        self.require_count("hot", least=0)

@@ -24,8 +24,12 @@ from multirate.model.hf.decoder import HFDecoder
 from multirate.model.native import NativeDecoder
 from multirate.model.native.packing import Owner
 
-LAST_EXITS = 5
-NEIGHBOURS = 2
+HOT = 4
+"""How many exits are checked for every token: the ones where the training data's tokens could leave
+first most often.
+"""
+LAST_EXITS, NEIGHBOURS = 5, 2
+"""The ones on either side of each of the last exits are checked as well."""
 
 
 @dataclass
@@ -50,12 +54,12 @@ class SpecEEExits(DepthPolicy):
 
     def __init__(self, decoder: Decoder, module: SpecEE, settings: SpecEEDecodeConfig) -> None:
         self._decoder, self._threshold = decoder, settings.threshold
-        self._head = ExitHead(decoder, module.draft_tokens, settings.weights)
+        self._head = ExitHead(decoder, module.draft_tokens)
         self._rows = _head_rows(decoder)
         self._propose = _proposer(decoder, module)
         self._predictors = Predictors(module)
         self._every = frozenset(module.exits)
-        self._hot = frozenset(module.hot(settings.hot))
+        self._hot = frozenset(module.hot(HOT))
         self._sequences: dict[int, _Sequence] = {}
 
     def begin(self, session: Session) -> None:

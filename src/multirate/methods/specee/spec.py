@@ -19,7 +19,7 @@ SPEC = register(
         ),
         settings=SpecEEDecodeConfig,
         step=lambda decoder, module, settings: DynamicDepthStep(
-            SpecEEExits(decoder, module, settings), settings.kv
+            SpecEEExits(decoder, module, settings), "propagate"
         ),
         dynamic=DynamicMode(
             gates=lambda module: module.exits,

@@ -32,11 +32,9 @@ class SpecEEObjective(Objective):
     predicts = "exits"
     has_early_exit = False  # the students are the base's own exits
 
-    def __init__(self, teacher: Teacher, module: SpecEE, step_decay: float = 0.8) -> None:
-        super().__init__()
-        del step_decay  # one step only
+    def __init__(self, teacher: Teacher, module: SpecEE) -> None:
+        super().__init__(teacher)
         self.module = module
-        self._teacher = [teacher]
 
     @property
     def terms(self) -> list[Term]:

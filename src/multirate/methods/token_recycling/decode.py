@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
@@ -14,7 +13,6 @@ from multirate.methods.token_recycling.config import STATIC_TREE, TokenRecycling
 from multirate.model.decoder import Decoder
 from multirate.model.kv_cache import KVCache
 
-_PROMPT_ROWS = 64  # whose logits [rows, V] exist at once
 _MEMORY = 0.995  # of rates, by token: about the last two hundred
 _FIRST_RATE, _FALLING, _GUESSED = 0.35, 0.5, 20.0
 
@@ -29,10 +27,9 @@ class TokenRecyclingDrafter(Drafter):
     def __init__(self, decoder: Decoder, config: TokenRecyclingConfig) -> None:
         self.decoder = decoder
         self.top = min(config.k, decoder.info.vocab_size)
-        self.tree = static_tree(config.tree or STATIC_TREE, self.top)
-        self._grown_nodes = 0 if config.tree else config.nodes  # of a draft, at most
-        self.max_nodes = max(len(self.tree), self._grown_nodes)
-        self._prompt_tokens = config.prompt_tokens
+        self.tree = static_tree(STATIC_TREE, self.top)
+        self._grown_nodes = config.nodes  # of a draft, at most
+        self.max_nodes = max(len(self.tree), config.nodes)
         self._successors: dict[int, list[int]] = {}
         self.rates = RankRates(self.top)
         self._sampler: Sampler | None = None
@@ -48,22 +45,6 @@ class TokenRecyclingDrafter(Drafter):
         """Goes on with the matrix of the generation before."""
         self._sampler = sampler
 
-    def prefill(
-        self,
-        seqs: Sequence[int],
-        prompts: Sequence[Sequence[int]],
-        hidden_final: Sequence[Tensor],
-        taps: Sequence[Mapping[int, Tensor]],
-    ) -> None:
-        """What the target would have said after each of the prompts' newest tokens."""
-        for prompt, read in zip(prompts, hidden_final, strict=True):
-            hidden = read[max(len(read) - self._prompt_tokens, 0) :]
-            tokens = prompt[len(prompt) - len(hidden) :]
-            for begin in range(0, len(tokens), _PROMPT_ROWS):
-                part = slice(begin, begin + _PROMPT_ROWS)
-                best = self.decoder.top_tokens(self.decoder.logits(hidden[part]), self.top)
-                self._successors.update(zip(tokens[part], best, strict=True))
-
     def draft(
         self,
         seqs: Sequence[int],
@@ -72,7 +53,7 @@ class TokenRecyclingDrafter(Drafter):
         sampler: Sampler,
     ) -> list[Draft]:
         """See Drafter. Where a token was never seen, the tree has no nodes below it."""
-        if self._grown_nodes and self.worth is not None:
+        if self.worth is not None:
             worth = self.worth[: self._grown_nodes]
             return [
                 self._grow(token, worth) if limit else Draft([], [])

@@ -18,12 +18,7 @@ class TwoModelConfig(JoinedConfig):
     """The draft model: a name, folder, GGUF file or hub id. Required."""
     tokens: int = 4
     """Maximum number of drafted tokens."""
-    confidence: float = 0.0
-    """A draft ends with the first token whose probability is below this; that token is still
-    verified. 0: never.
-    """
 
     def check(self) -> None:
         super().check()
         self.require_count("tokens")
-        self.require(0 <= self.confidence <= 1, "confidence", "0 to 1")

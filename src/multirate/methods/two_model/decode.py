@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from multirate.decoding.drafter import Draft, Drafter, Verified
@@ -28,7 +27,7 @@ class TwoModelDrafter(Drafter):
     """
 
     def __init__(self, decoder: Decoder, draft: Decoder, config: TwoModelConfig) -> None:
-        self._draft, self.config = draft, config
+        self._draft = draft
         self.max_nodes = config.tokens
         self._vocab = min(decoder.info.vocab_size, draft.info.vocab_size)
         self._whole = self._vocab == draft.info.vocab_size
@@ -77,14 +76,10 @@ class TwoModelDrafter(Drafter):
         while live:
             entering = [tokens[i][-1:] or self._unread(seqs[i]) for i in live]
             paths = [tokens[i] for i in live]
-            chosen, sure = self._pass([seqs[i] for i in live], entering, paths, sampler)
+            chosen = self._pass([seqs[i] for i in live], entering, paths, sampler)
             for i, token in zip(live, chosen, strict=True):
                 tokens[i].append(token)
-            live = [
-                i
-                for i, confident in zip(live, sure, strict=True)
-                if confident and len(tokens[i]) < depths[i]
-            ]
+            live = [i for i in live if len(tokens[i]) < depths[i]]
         for b, drafted in zip(seqs, tokens, strict=True):
             self._written[b] = max(len(drafted) - 1, 0)
         return [Draft.chain(drafted) for drafted in tokens]
@@ -131,9 +126,9 @@ class TwoModelDrafter(Drafter):
         entering: Sequence[Sequence[int]],
         paths: Sequence[Sequence[int]],
         sampler: Sampler,
-    ) -> tuple[list[int], list[bool]]:
+    ) -> list[int]:
         """One pass of all sequences' entering tokens, which end in each one's last or newest
-        drafted token → the next token of each, and whether the draft model is sure enough of it.
+        drafted token → the next token of each.
         """
         assert self._cache is not None
         parts, lasts, at = [], [], -1
@@ -144,7 +139,7 @@ class TwoModelDrafter(Drafter):
             at += len(ids)
             lasts.append(at)
         rows, flat = Rows.concat(parts), [token for ids in entering for token in ids]
-        if self._whole and not self.config.confidence and sampler.by_argmax:
+        if self._whole and sampler.by_argmax:
             noise = None
             if not sampler.greedy:
                 counts = [len(ids) for ids in entering]
@@ -154,14 +149,11 @@ class TwoModelDrafter(Drafter):
                     for _ in range(count)
                 ]
             _, found = self._draft.next_tokens(rows, self._cache, flat, noise=noise)
-            tokens, sure = [found[last] for last in lasts], [True] * len(seqs)
+            tokens = [found[last] for last in lasts]
         else:
             logits = self._draft.logits(self._layers(flat, rows)[lasts])[:, : self._vocab]
-            scores = sampler.perturbed(logits, seqs, paths)
-            tokens = argmax_rows(scores)
-            confidence = torch.exp(scores.amax(-1) - scores.logsumexp(-1))
-            sure = (confidence >= self.config.confidence).tolist()
+            tokens = argmax_rows(sampler.perturbed(logits, seqs, paths))
         for b, ids, path in zip(seqs, entering, paths, strict=True):
             if not path:
                 self._cache.commit(b, len(ids))
-        return tokens, sure
+        return tokens

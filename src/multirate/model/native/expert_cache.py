@@ -4,7 +4,7 @@ order.
 
 from __future__ import annotations
 
-EVICTIONS = ("none", "lru", "lfu", "lrfu", "least_stale", "belady")
+EVICTIONS = ("none", "lru", "lrfu", "least_stale", "belady")
 PREDICTORS = (
     "none",
     "previous_token",

@@ -1,4 +1,4 @@
-"""Compiles the kernel into the wheel (model/native/build.py), so that whoever installs it needs no
+"""Compiles the kernel into the wheel (runtime/native/build.py), so that whoever installs it needs no
 compiler. Without one here, the wheel has the sources alone, and compiles them on first use.
 
 MULTIRATE_WHEEL_FOR=x86_64 or aarch64: for such Linux machines with glibc 2.28 or later, compiled by
@@ -19,13 +19,13 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-PLACE = "multirate/model/native/kernel.so"
+PLACE = "multirate/runtime/native/kernel.so"
 
 
 def load_build(root: str) -> ModuleType:
-    """model/native/build.py by itself: the package needs torch."""
+    """runtime/native/build.py by itself: the package needs torch."""
     spec = spec_from_file_location(
-        "kernel_build", Path(root, "src/multirate/model/native/build.py")
+        "kernel_build", Path(root, "src/multirate/runtime/native/build.py")
     )
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

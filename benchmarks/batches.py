@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.provenance import collect
-from multirate.bench.suites import load_suite
-from multirate.calibration.measure import full_model_on
-from multirate.chat_template import encode_chat
 from multirate.cli.bench import method_names
+from multirate.lab.bench.suites import load_suite
+from multirate.lab.calibration.measure import full_model_on
+from multirate.loading.chat_template import encode_chat
 from multirate.methods.spec import PLAIN
+from multirate.provenance import collect
 
 METHODS = (
     "m2r2-carry,m2r2-carry:exit_thresholds=[0.8808],m2r2-carry:exit_thresholds=[0.6225],"

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from multirate.bench.prompts import encode_chat
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine, attach
-from multirate.hub import load_model
-from multirate.model.machine import cpu_name
+from multirate.lab.bench.prompts import encode_chat
+from multirate.loading.hub import load_model
+from multirate.runtime.machine import cpu_name
 
 QUESTION = [{"role": "user", "content": "Write a short story about a ship."}]
 CHOSEN = 0

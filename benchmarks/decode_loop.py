@@ -21,18 +21,18 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.bench.provenance import collect
-from multirate.decoding.costs import CostModel, measure_costs
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.speculate.costs import CostModel, measure_costs
 from multirate.decoding.stopping import StopSettings
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
-from multirate.model.rows import Rows
+from multirate.provenance import collect
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
+from multirate.runtime.rows import Rows
 
 SHAPES = {  # hidden, intermediate, layers, heads, kv heads, vocabulary
     "16M": (256, 704, 20, 4, 2, 4096),

@@ -17,11 +17,10 @@ from xml.sax.saxutils import escape
 
 from render.common import processor  # beside this file
 
-from multirate import attach
-from multirate.bench import provenance
+from multirate import attach, provenance
 from multirate.cli.demo import QUESTIONS, first_answer, warm_up
 from multirate.cli.options import add_accelerators, load
-from multirate.hub import LoadedModel, reference_accelerators
+from multirate.loading.hub import LoadedModel, reference_accelerators
 from multirate.methods.spec import PLAIN, recommended
 
 COLUMNS = 50

@@ -23,21 +23,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.bench.provenance import collect
 from multirate.cli.progress import Bar
-from multirate.hub import load_model, resolve_accelerator
-from multirate.methods.common.objective import (
+from multirate.loading.hub import load_model, resolve_accelerator
+from multirate.methods._shared.objective import (
     BINS,
     auc,
     balanced_bce,
     expected_calibration_error,
 )
-from multirate.methods.common.stream_tracing import Interval, StreamTracer
+from multirate.methods._shared.stream_tracing import Interval, StreamTracer
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.spec import find
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
-from multirate.model.rows import Rows
+from multirate.provenance import collect
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
+from multirate.runtime.rows import Rows
 from multirate.training.checkpoint import Accelerator
 from multirate.training.data import Sample, load_samples
 

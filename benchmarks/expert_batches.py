@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.provenance import collect
-from multirate.bench.suites import load_suite
-from multirate.chat_template import encode_chat
 from multirate.experts.named_policies import policy_named
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
+from multirate.lab.bench.suites import load_suite
+from multirate.loading.chat_template import encode_chat
+from multirate.provenance import collect
 
 MIXTURE = Path(__file__).resolve().parent.parent / "lab/models/mixture"
 BATCHES = (1, 2, 4)

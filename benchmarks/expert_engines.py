@@ -21,13 +21,13 @@ from typing import Any
 import torch
 
 import multirate
-from multirate.chat_template import encode_chat
 from multirate.experts.named_policies import policy_named
 from multirate.experts.policies import eviction_policy
 from multirate.experts.predictors import Oracle
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
-from multirate.model.native.moe import NativeMoEDecoder
-from multirate.model.rows import Rows
+from multirate.loading.chat_template import encode_chat
+from multirate.runtime.native.moe import NativeMoEDecoder
+from multirate.runtime.rows import Rows
 
 QUESTIONS = (
     "Tell me about a dog.",

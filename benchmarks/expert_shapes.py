@@ -21,11 +21,11 @@ import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import multirate
-from multirate.bench.expert_policies import measure_policies
-from multirate.bench.prompts import Prompt
-from multirate.bench.provenance import collect
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
+from multirate.lab.bench.expert_policies import measure_policies
+from multirate.lab.bench.prompts import Prompt
+from multirate.provenance import collect
 
 # hidden, expert width, experts, top k, layers here, layers of the real one, heads, kv heads
 SHAPES = {

@@ -33,8 +33,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from multirate.bench.provenance import collect
-from multirate.model.load import load_decoder
+from multirate.provenance import collect
+from multirate.runtime.load import load_decoder
 
 _NO_ENDS: dict[str, Any] = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
 

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.bench import provenance
+from multirate import provenance
 from multirate.engine import attach
-from multirate.evaluation.fidelity import (
+from multirate.fidelity import (
     DecoderReader,
     Fidelity,
     ModelReader,
@@ -32,8 +32,8 @@ from multirate.evaluation.fidelity import (
     fidelity,
     fixed_texts,
 )
-from multirate.gguf_models.load import load_gguf
 from multirate.io import write_json
+from multirate.loading.gguf.load import load_gguf
 
 
 class Known:

@@ -30,15 +30,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, OlmoeCon
 
 import multirate
 from multirate import StopSettings, UserError
-from multirate.bench.divergence import Judge
-from multirate.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
-from multirate.bench.prompts import Prompt, build_prompts
-from multirate.bench.provenance import collect
-from multirate.bench.runner import Unavailable, measure, summarise
-from multirate.bench.suites import load_suite
-from multirate.hub import find_device, load_model, reference_accelerators
 from multirate.io import write_json
+from multirate.lab.bench.divergence import Judge
+from multirate.lab.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
+from multirate.lab.bench.prompts import Prompt, build_prompts
+from multirate.lab.bench.runner import Unavailable, measure, summarise
+from multirate.lab.bench.suites import load_suite
+from multirate.loading.hub import find_device, load_model, reference_accelerators
 from multirate.methods.spec import PLAIN
+from multirate.provenance import collect
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ("m2r2-carry", "m2r2", "kangaroo")
@@ -138,7 +138,7 @@ def correctness(campaign: Campaign) -> dict[str, Any]:
         found[name] = entry
         model.to("cpu")
     wrong = [n for n, entry in found.items() if not all(entry[m] for m in (PLAIN, "prompt_lookup"))]
-    said = campaign.tests("tests/model/test_cuda_graphs.py", *(["-k", "survive"] * campaign.tiny))
+    said = campaign.tests("tests/runtime/test_cuda_graphs.py", *(["-k", "survive"] * campaign.tiny))
     return {"models": found, "other_tokens_than_generate": wrong, "tests": said}
 
 

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 import torch
 from transformers import DynamicCache
 
-from multirate.bench.provenance import collect
-from multirate.hub import gguf_file, load_model
 from multirate.io import write_json
-from multirate.model.load import load_decoder
-from multirate.model.rows import Rows
+from multirate.loading.hub import gguf_file, load_model
+from multirate.provenance import collect
+from multirate.runtime.load import load_decoder
+from multirate.runtime.rows import Rows
 
 CONTEXT = 8192
 DECODED = 16

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 
 import torch
 
-from multirate.hub import load_model
-from multirate.model.load import load_decoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.loading.hub import load_model
+from multirate.runtime.load import load_decoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 
 
 @contextmanager

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate.bench.provenance import collect
-from multirate.bench.suites import load_suite
-from multirate.calibration import promise as promises
-from multirate.calibration.measure import answers, read_prompts
-from multirate.chat_template import encode_chat
+from multirate import guarantee as promises
 from multirate.errors import UserError
+from multirate.lab.bench.suites import load_suite
+from multirate.lab.calibration.measure import answers, read_prompts
+from multirate.loading.chat_template import encode_chat
 from multirate.methods.spec import find
+from multirate.provenance import collect
 
 SEED = 0
 

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType
 
-from multirate.bench.provenance import collect
 from multirate.io import write_json
-from multirate.model.native import abi, library
-from multirate.model.native.formats import QUANTISED, WeightFormat
-from multirate.model.native.packing import Owner
-from multirate.model.quantised import QuantisedWeight, Weight
+from multirate.provenance import collect
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import QUANTISED, WeightFormat
+from multirate.runtime.native.packing import Owner
+from multirate.runtime.quantised import QuantisedWeight, Weight
 
 ROWS = (1, 2, 4, 8, 12, 16)
 SHAPES = ((2304, 768), (768, 768), (4096, 768), (768, 2048))

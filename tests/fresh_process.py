@@ -19,7 +19,7 @@ from pathlib import Path
 
 _IMPORTED = [
     "multirate.engine",
-    "multirate.hub",
+    "multirate.loading.hub",
     "multirate.training.loop",
     "transformers.models.llama.modeling_llama",
 ]

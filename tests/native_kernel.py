@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from multirate.model.native import abi, library
+from multirate.runtime.native import abi, library
 
 ARCHS = ("avx512_vnni", "avx512", "avx_vnni", "avx2", "neon", "generic")
 """The instruction sets that the kernel has code for, best first."""

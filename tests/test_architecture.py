@@ -104,7 +104,7 @@ def test_every_part_has_a_place() -> None:
 
 def test_imports_point_down() -> None:
     assert not upward(LAYERS, "multirate")
-    assert not upward(MODEL_LAYERS, "multirate.model")
+    assert not upward(MODEL_LAYERS, "multirate.runtime")
 
 
 def test_no_method_is_imported_by_another_or_from_outside() -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import tiny_model
+from lab.bench import tiny_model
 
-from multirate.bench.prompts import build_prompts
-from multirate.bench.suites import load_suite
-from multirate.bench.tune import tuning_prompts
-from multirate.calibration.measure import read_prompts
-from multirate.chat_template import apply_template, encode_chat
 from multirate.errors import UserError
-from multirate.model.load import load_decoder
+from multirate.lab.bench.prompts import build_prompts
+from multirate.lab.bench.suites import load_suite
+from multirate.lab.bench.tune import tuning_prompts
+from multirate.lab.calibration.measure import read_prompts
+from multirate.loading.chat_template import apply_template, encode_chat
+from multirate.runtime.load import load_decoder
 from multirate.training.data import load_samples
 from multirate.training.own_answers import answer_questions, read_questions
 from multirate.training.sampled_questions import user_turn

@@ -38,7 +38,7 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#[\w-]*)?\)")
 SCRIPT = re.compile(r"\b(?:bash|python) ((?:lab|benchmarks)/[\w./-]+)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 NAMED_FILE = re.compile(r"`([\w./-]+\.(?:py|c|h|sh|md|json))`")
-FOLDERS = ("", "src/multirate", "src/multirate/csrc", "src/multirate/model", "docs")
+FOLDERS = ("", "src/multirate", "src/multirate/csrc", "src/multirate/runtime", "docs")
 WRITTEN = ("out.json", "calibration.json", "tuned.json", "results.json", "report.html")
 """Files that a reader's own commands write."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from native_kernel import skip_without_kernel
 
 import multirate
-from multirate.hub import load_model, reference_accelerators
+from multirate.loading.hub import load_model, reference_accelerators
 from multirate.methods.spec import PLAIN, recommended
 
 UNTRAINED = recommended(trained=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 import fresh_process
 import pytest
 
-from multirate.bench.prompts import Prompt
-from multirate.bench.runner import Answer, MethodRun, measure
+from multirate.lab.bench.prompts import Prompt
+from multirate.lab.bench.runner import Answer, MethodRun, measure
 
 ROOT = Path(__file__).resolve().parent.parent
 

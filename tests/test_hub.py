@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from multirate import attach
 from multirate.errors import UserError
-from multirate.hub import load_model, load_tokenizer, resolve_accelerator
+from multirate.loading.hub import load_model, load_tokenizer, resolve_accelerator
 
 TINY = Path(__file__).resolve().parent.parent / "src/multirate/reference/tiny/model"
 
@@ -22,7 +22,7 @@ TINY = Path(__file__).resolve().parent.parent / "src/multirate/reference/tiny/mo
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("multirate.hub._hub_answers", lambda: False)
+    monkeypatch.setattr("multirate.loading.hub._hub_answers", lambda: False)
 
 
 @pytest.mark.parametrize(

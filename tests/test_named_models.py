@@ -10,11 +10,11 @@ import pytest
 from lab_files import DRAFT_MODEL, TEXTS
 
 import multirate
-from multirate.chat_template import encode_chat
-from multirate.decoding.given_texts import given_texts
+from multirate.decoding.speculate.given_texts import given_texts
 from multirate.engine import PLAIN, attach
-from multirate.hub import load_model, reference_accelerators
-from multirate.named_models import NAMED
+from multirate.loading.chat_template import encode_chat
+from multirate.loading.hub import load_model, reference_accelerators
+from multirate.loading.names import NAMED
 
 QUESTIONS = ("How do noise-cancelling headphones work?", "Write a short story about a fox.")
 TINY_BYTES = 2_000_000

@@ -20,10 +20,10 @@ from torch import nn
 import multirate
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.hub import load_model, reference_accelerators
-from multirate.methods.common.shape import BaseShape
+from multirate.loading.hub import load_model, reference_accelerators
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import find_training, trainable
-from multirate.model.hf.empty import empty_model
+from multirate.runtime.hf.empty import empty_model
 from multirate.torch_modes import Modes, building, own_modes
 
 PACKAGE = Path(__file__).resolve().parent.parent / "src" / "multirate"
@@ -85,8 +85,8 @@ def test_every_new_tensor_states_its_dtype_and_device() -> None:
 
 def test_addresses_and_versions_are_read_in_one_place_each() -> None:
     allowed = {
-        "data_ptr": {"model/native/abi.py", "model/weight_watch.py", "integration/engines.py"},
-        "_version": {"model/weight_watch.py"},
+        "data_ptr": {"runtime/native/abi.py", "runtime/weight_watch.py", "integration/engines.py"},
+        "_version": {"runtime/weight_watch.py"},
     }
     wrong = []
     for file, node in sources():

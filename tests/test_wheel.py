@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KERNEL = "multirate/model/native/kernel.so"
+KERNEL = "multirate/runtime/native/kernel.so"
 
 
 def built(folder: Path, **environment: str) -> tuple[str, zipfile.ZipFile, str]:

@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from multirate.calibration import promise as promises
-from multirate.calibration import tuned
-from multirate.calibration.calibrate import dynamic_mode
-from multirate.calibration.promise import Promise, check_quality
+from multirate import guarantee as promises
+from multirate import tuned
 from multirate.decoding import generation_config
-from multirate.decoding.acceptance_statistics import OverallRates
-from multirate.decoding.costs import CostModel
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.prompts import as_lists
 from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
+from multirate.decoding.speculate.acceptance_statistics import OverallRates
+from multirate.decoding.speculate.costs import CostModel
+from multirate.decoding.speculate.trial import TEXTS, try_drafts
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.decoding.trial import TEXTS, try_drafts
 from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
-from multirate.hub import (
+from multirate.guarantee import Promise, check_quality
+from multirate.lab.calibration.calibrate import dynamic_mode
+from multirate.loading.hub import (
     LoadedModel,
     check_weights_option,
     load_model,
@@ -45,13 +45,13 @@ from multirate.hub import (
 )
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec, SecondModel, write_variant
-from multirate.model.attention_kernels import kernels_of_any_shape
-from multirate.model.decoder import Decoder
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.load import load_decoder, quantised_for_kernel
-from multirate.model.machine import machine_name
-from multirate.model.quantised import expanded, formats, formats_line, is_quantised
-from multirate.model.weight_watch import WeightWatch
+from multirate.runtime.attention_kernels import kernels_of_any_shape
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.load import load_decoder, quantised_for_kernel
+from multirate.runtime.machine import machine_name
+from multirate.runtime.quantised import expanded, formats, formats_line, is_quantised
+from multirate.runtime.weight_watch import WeightWatch
 from multirate.torch_modes import Modes
 from multirate.training.checkpoint import Accelerator
 from multirate.training.fingerprint import fingerprint

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 
-from multirate.hub import load_model
-from multirate.methods.common.shape import BaseShape
+from multirate.loading.hub import load_model
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
 

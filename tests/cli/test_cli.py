@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from bench import tiny_model
+from lab.bench import tiny_model
 from lab_files import MIXTURE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
@@ -22,7 +22,7 @@ from multirate.cli import options
 from multirate.cli.bench import method_names
 from multirate.cli.main import app
 from multirate.engine import attach
-from multirate.hub import reference_accelerators
+from multirate.loading.hub import reference_accelerators
 from multirate.methods.spec import untrained_drafters
 from multirate.methods.token_recycling.decode import TokenRecyclingDrafter
 
@@ -421,7 +421,9 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
 def test_embedded_names_work_in_every_command(
     tmp_path: Path, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("multirate.hub._hub_answers", lambda: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(
+        "multirate.loading.hub._hub_answers", lambda: pytest.fail("the hub was asked")
+    )
     outputs = [
         run("generate", "tiny", "-p", "Hello", "-n", "8", *method).stdout
         for method in ([], ["--speculate", "never"])
@@ -748,7 +750,7 @@ def test_bench_ends_with_1_and_no_speedup_on_wrong_answers(
     model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A defect put into verification on purpose: the last accepted token is replaced."""
-    from multirate.decoding import speculative
+    from multirate.decoding.speculate import step as speculative
 
     right = speculative.accept_greedy
 
@@ -930,7 +932,7 @@ def test_a_list_in_a_method_s_settings_is_not_split() -> None:
 
 def test_auto_says_once_that_cuda_is_unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
     from multirate.errors import Notice
-    from multirate.hub import find_device
+    from multirate.loading.hub import find_device
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.warns(Notice, match="drafting has not been measured"):

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from multirate.bench.runner import Row
 from multirate.cli.demo import QUESTIONS, explanation, label
-from multirate.hub import reference_accelerators
+from multirate.lab.bench.runner import Row
+from multirate.loading.hub import reference_accelerators
 from multirate.training.prompt_fingerprints import prompt_fingerprint, read_fingerprints
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation import tiny_data
+from lab.evaluation import tiny_data
 
 from .test_cli import refused, run
 

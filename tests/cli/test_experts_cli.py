@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from native_kernel import skip_without_kernel
 from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner, Result
 
-from multirate.bench.expert_policies import ALL_POLICIES
 from multirate.cli.main import app
 from multirate.engine import attach
 from multirate.errors import UserError
 from multirate.experts.named_policies import POLICIES, parse_bytes
 from multirate.experts.store import DATA
+from multirate.lab.bench.expert_policies import ALL_POLICIES
 
 
 def run(*arguments: str) -> Result:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGMLQuantizationType
-from gguf_models import tiny_files
+from loading.gguf import tiny_files
 from typer.testing import CliRunner, Result
 
 from multirate.cli.main import app

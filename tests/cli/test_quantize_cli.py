@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from gguf_models import tiny_files
+from loading.gguf import tiny_files
 from typer.testing import CliRunner, Result
 
 from multirate.cli.main import app

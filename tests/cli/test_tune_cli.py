@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from multirate.bench import tune as bench_tune
-from multirate.calibration import tuned
+from multirate import tuned
 from multirate.cli.main import app
+from multirate.lab.bench import tune as bench_tune
 
 
 def run(*arguments: str) -> Result:

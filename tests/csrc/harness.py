@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multirate.model.native import NativeDecoder, abi, library
-from multirate.model.native.formats import WeightFormat
-from multirate.model.native.packing import Owner
+from multirate.runtime.native import NativeDecoder, abi, library
+from multirate.runtime.native.formats import WeightFormat
+from multirate.runtime.native.packing import Owner
 
 
 def bf16_values(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:

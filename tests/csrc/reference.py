@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from multirate.model.rows import Rows
+from multirate.runtime.rows import Rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

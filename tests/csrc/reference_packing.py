@@ -9,8 +9,8 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from multirate.model.native.formats import BF16, INT12, INT16, Q8_0, WeightFormat
-from multirate.model.native.packing import Owner, padded
+from multirate.runtime.native.formats import BF16, INT12, INT16, Q8_0, WeightFormat
+from multirate.runtime.native.packing import Owner, padded
 
 WEIGHT_NORM = 65000.0
 """Largest norm of an output's int16 weights: with fixed_point.c's ROW_NORM no sum leaves int32."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from native_kernel import skip_without_kernel
 
-from multirate.model.native import abi, library
+from multirate.runtime.native import abi, library
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import torch
 from native_kernel import ARCHS, choose, skip_without_kernel, use_best
 from torch import Tensor
 
-from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, INT12, INT16, Q4_1, QUANTISED, WeightFormat
-from multirate.model.native.packing import Owner, interleave_gate_up, padded
-from multirate.model.noise import Noise
-from multirate.model.rows import Rows
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import BF16, INT12, INT16, Q4_1, QUANTISED, WeightFormat
+from multirate.runtime.native.packing import Owner, interleave_gate_up, padded
+from multirate.runtime.noise import Noise
+from multirate.runtime.rows import Rows
 
 from .harness import bf16_values, linear, pointer, randn, selection
 from .test_experts import EPS, EXPERTS, INNER, WIDTH, routing

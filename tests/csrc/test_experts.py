@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from multirate.experts.packed import PackedRecords
-from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, Q4_K, Q5_1, Q6_K, Q8_0, QUANTISED, WeightFormat
-from multirate.model.native.packing import Owner, interleave_gate_up, padded
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import BF16, Q4_K, Q5_1, Q6_K, Q8_0, QUANTISED, WeightFormat
+from multirate.runtime.native.packing import Owner, interleave_gate_up, padded
 
 from . import reference
 from .harness import bf16_values, linear, pointer, randn

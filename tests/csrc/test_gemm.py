@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multirate.model.native.formats import BF16, INT12, INT16, Q8_0
+from multirate.runtime.native.formats import BF16, INT12, INT16, Q8_0
 
 from . import reference
 from .harness import bf16_values, linear, randn

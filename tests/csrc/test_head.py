@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from multirate.model.native import abi, library
-from multirate.model.native.packing import Owner
-from multirate.model.noise import Noise, with_noise
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.packing import Owner
+from multirate.runtime.noise import Noise, with_noise
 
 from . import reference
 from .harness import bf16_values, linear, pointer, randn

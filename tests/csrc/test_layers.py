@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from multirate.model.kv_cache import LayerKV
-from multirate.model.native import abi, library
-from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.formats import WeightFormat
-from multirate.model.native.packing import Owner, interleave_gate_up
-from multirate.model.rows import Rows
+from multirate.runtime.kv_cache import LayerKV
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.cache import NativeKVCache
+from multirate.runtime.native.formats import WeightFormat
+from multirate.runtime.native.packing import Owner, interleave_gate_up
+from multirate.runtime.rows import Rows
 
 from . import reference
 from .harness import bf16_values, pointer, randn

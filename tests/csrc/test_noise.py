@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multirate.model.native import abi, library
-from multirate.model.noise import KNOTS, Noise, with_noise
+from multirate.runtime.native import abi, library
+from multirate.runtime.noise import KNOTS, Noise, with_noise
 
 from .harness import pointer, randn
 

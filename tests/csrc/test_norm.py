@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multirate.model.native import library
+from multirate.runtime.native import library
 
 from . import reference
 from .harness import pointer, randn

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, INT12, INT16, Q4_1, Q8_0, WeightFormat
-from multirate.model.native.packing import Owner, Slabs, padded
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import BF16, INT12, INT16, Q4_1, Q8_0, WeightFormat
+from multirate.runtime.native.packing import Owner, Slabs, padded
 
 from . import reference_packing as reference
 from .harness import bf16_values, linear, randn

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.model.native import abi, formats, library
-from multirate.model.native.formats import QUANTISABLE, QUANTISED, WeightFormat
-from multirate.model.native.packing import Owner
-from multirate.model.quantised import QuantisedWeight, Weight
+from multirate.runtime.native import abi, formats, library
+from multirate.runtime.native.formats import QUANTISABLE, QUANTISED, WeightFormat
+from multirate.runtime.native.packing import Owner
+from multirate.runtime.quantised import QuantisedWeight, Weight
 
 from .harness import pointer, randn
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from multirate.model.native import abi, library
-from multirate.model.native.formats import Q8_0, screened
-from multirate.model.native.packing import Owner, padded
-from multirate.model.noise import Noise
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import Q8_0, screened
+from multirate.runtime.native.packing import Owner, padded
+from multirate.runtime.noise import Noise
 
 from .harness import bf16_values, pointer, randn
 

@@ -11,21 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from multirate.decoding.acceptance import accept_greedy
-from multirate.decoding.acceptance_statistics import ContinuationRates
-from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.ngram import TextIndex
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.suffix_automaton import SuffixAutomaton
-from multirate.decoding.text_source import TextSource
+from multirate.decoding.speculate.acceptance import accept_greedy
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
+from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.ngram import TextIndex
+from multirate.decoding.speculate.suffix_automaton import SuffixAutomaton
+from multirate.decoding.speculate.text_source import TextSource
 from multirate.errors import UserError
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.fused_steps import FusedSteps, Growth
-from multirate.model.native import NativeDecoder, abi, library
-from multirate.model.native.cache import NativeKVCache
-from multirate.model.rows import Rows
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.draft_tree import DraftTree
+from multirate.methods._shared.fused_steps import FusedSteps, Growth
+from multirate.runtime.native import NativeDecoder, abi, library
+from multirate.runtime.native.cache import NativeKVCache
+from multirate.runtime.rows import Rows
 
 from .harness import embedding_of
 

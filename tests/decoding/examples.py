@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.depth import DepthPolicy, LayerRange, Leaving
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 from .helpers import path_tokens
 

@@ -12,11 +12,11 @@ import transformers as tf
 from scipy.stats import chi2
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.logits import SamplingSettings, allowed
 from multirate.decoding.sampler import Sampler
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
 
 MAX_POSITIONS = 64
 

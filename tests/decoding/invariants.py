@@ -9,7 +9,7 @@ from torch import Tensor
 
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
-from multirate.model.rows import Rows
+from multirate.runtime.rows import Rows
 
 
 @torch.no_grad()

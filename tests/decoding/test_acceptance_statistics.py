@@ -7,8 +7,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from multirate.decoding.acceptance_statistics import ContinuationRates, Origin
-from multirate.methods.common.draft_tree import DraftTree
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates, Origin
+from multirate.methods._shared.draft_tree import DraftTree
 
 FREE = np.zeros(8)
 

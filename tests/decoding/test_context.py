@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from transformers import Phi3Config, Phi3ForCausalLM
 
 import multirate
@@ -121,8 +121,8 @@ def test_questions_without_room_are_not_left_out_in_silence(engine: Engine, tmp_
 
 
 def test_an_evaluation_that_cuts_prompts_says_whose_limit_it_is(engine: Engine) -> None:
-    harness = pytest.importorskip("multirate.evaluation.harness_model")
-    from multirate.evaluation.modes import Mode, decoding
+    harness = pytest.importorskip("multirate.lab.evaluation.harness_model")
+    from multirate.lab.evaluation.modes import Mode, decoding
 
     model = harness.EngineLM(engine, decoding(engine, Mode()))
     with pytest.warns(Notice, match=f"truncated on the left.*{LIMIT}"):

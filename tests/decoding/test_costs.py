@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.acceptance_statistics import Calibration, DecayedRate
-from multirate.decoding.costs import VERIFY_ROWS, CostModel, measure_costs
-from multirate.decoding.draft_length import DraftLengthController, StepCosts, expected_tokens
+from multirate.decoding.speculate.acceptance_statistics import Calibration, DecayedRate
+from multirate.decoding.speculate.budget import DraftLengthController, StepCosts, expected_tokens
+from multirate.decoding.speculate.costs import VERIFY_ROWS, CostModel, measure_costs
 
 from .helpers import tiny
 

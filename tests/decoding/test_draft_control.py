@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multirate.decoding.acceptance_statistics import ContinuationRates
-from multirate.decoding.draft_length import DraftLengthController, StepCosts
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
+from multirate.decoding.speculate.budget import DraftLengthController, StepCosts
 
 COSTS = StepCosts(1.0, {1: 1.0, 2: 1.1, 8: 1.6, 16: 2.4}, 0.1, 0.05)
 NODES = 8

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.draft_length import DraftLengthController, StepCosts, convex_slopes
+from multirate.decoding.speculate.budget import DraftLengthController, StepCosts, convex_slopes
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=20))

@@ -22,9 +22,9 @@ from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
-from multirate.model.native import NativeDecoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
+from multirate.runtime.native import NativeDecoder
 
 from .examples import ConfidentDepth, RandomDepth, SkipSchedule, never
 from .helpers import reference, tiny

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decoding.invariants import check_invariants
-from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.results import GenerationOutput
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from decoding.invariants import check_invariants
-from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 from .examples import HeadsDrafter, TableDrafter, TwoModelDrafter
 from .helpers import ScriptedDrafter, reference, tiny

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from transformers import GenerationConfig, LogitsProcessorList
 
 from multirate import errors
-from multirate.bench.method_runs import method_run
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
+from multirate.lab.bench.method_runs import method_run
 from multirate.methods.spec import PLAIN
 
 from .helpers import distribution

@@ -13,21 +13,21 @@ from safetensors.numpy import save_file
 
 from decoding.helpers import oracle, reference, tiny
 from decoding.invariants import check_invariants
-from multirate.decoding.given_texts import (
+from multirate.decoding.loop import generate
+from multirate.decoding.speculate.given_texts import (
     LEAST,
     LONGEST,
     SORTED_BY,
     GivenTexts,
     WithGivenTexts,
 )
-from multirate.decoding.loop import generate
-from multirate.decoding.ngram import TextIndex
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.ngram import TextIndex
+from multirate.decoding.speculate.step import SpeculativeStep
+from multirate.decoding.speculate.suffix_automaton import SuffixAutomaton
 from multirate.decoding.stopping import StopSettings
-from multirate.decoding.suffix_automaton import SuffixAutomaton
 from multirate.errors import UserError
 from multirate.methods.spec import find
-from multirate.model.native import abi, library
+from multirate.runtime.native import abi, library
 
 TOKENS = st.lists(st.integers(0, 3), max_size=60)
 

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.ngram import TextIndex
-from multirate.decoding.suffix_automaton import MAX_NESTED, SuffixAutomaton
-from multirate.decoding.text_source import TextSource
+from multirate.decoding.speculate.ngram import TextIndex
+from multirate.decoding.speculate.suffix_automaton import MAX_NESTED, SuffixAutomaton
+from multirate.decoding.speculate.text_source import TextSource
 
 tokens = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 pieces = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8)

@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers as tf
 
-from multirate.decoding.acceptance import accept_greedy
-from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.acceptance import accept_greedy
+from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
 

@@ -9,15 +9,15 @@ import warnings
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 
 import multirate
 from multirate.decoding import prefill, session
 from multirate.engine import Engine, attach
 from multirate.errors import Notice
 from multirate.methods.spec import PLAIN
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.load import load_decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.load import load_decoder
 
 PIECE = 16
 METHOD = "prompt_lookup"

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 
-from multirate.calibration.measure import full_model_on
 from multirate.decoding import prefill
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefill import read_in_pieces, score
 from multirate.decoding.stopping import StopSettings
-from multirate.evaluation.likelihood import log_likelihood
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
+from multirate.lab.calibration.measure import full_model_on
+from multirate.lab.evaluation.likelihood import log_likelihood
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
 from multirate.training.data import Sample
 from multirate.training.teacher_states import TeacherStates
 

@@ -17,21 +17,21 @@ from native_kernel import skip_without_kernel
 
 from decoding.invariants import check_invariants
 from multirate.decoding import session
-from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
 from multirate.decoding.results import GenerationOutput
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
-from multirate.methods.common.draft_runner import NativeDraftRunner
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods._shared.draft_runner import NativeDraftRunner
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
@@ -45,10 +45,10 @@ from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.spec import find
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
-from multirate.model.native import NativeDecoder
-from multirate.model.native.cache import NativeKVCache
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.native.cache import NativeKVCache
 
 VOCAB = 61
 LLAMA = tf.LlamaConfig(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 
 from multirate.decoding.prompts import as_lists
 from multirate.engine import attach

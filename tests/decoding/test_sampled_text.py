@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from decoding.invariants import check_invariants
-from multirate.decoding.acceptance import accept_chosen
-from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.acceptance import accept_chosen
+from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods.spec import find
-from multirate.model.noise import Noise
+from multirate.runtime.noise import Noise
 
 from .helpers import KINDS, ScriptedDrafter, distribution, pearson, scripts, tiny
 

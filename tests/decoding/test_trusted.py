@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from decoding.invariants import check_invariants
-from multirate.decoding.acceptance import accept_greedy
-from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings, penalise
 from multirate.decoding.loop import generate
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.acceptance import accept_greedy
+from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 
 from .helpers import ScriptedDrafter, random_tree, tiny

@@ -14,10 +14,10 @@ from native_kernel import skip_without_kernel
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
-from multirate.model.native.moe import NativeMoEDecoder
+from multirate.runtime.native.moe import NativeMoEDecoder
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=61,

@@ -20,7 +20,7 @@ from multirate.experts.reads import ThreadReads
 from multirate.experts.stats import ExpertStats
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
-from multirate.model.native.accelerated_residual import (
+from multirate.runtime.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )

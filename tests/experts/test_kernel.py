@@ -23,12 +23,12 @@ from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Prev
 from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts
-from multirate.model.rows import Rows
+from multirate.runtime.rows import Rows
 
 from .tiny import Shuffled
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import fresh_process
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from native_kernel import skip_without_kernel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -14,7 +14,7 @@ from native_kernel import skip_without_kernel
 
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.experts.model import PREDICTORS, OffloadedExperts
@@ -22,9 +22,9 @@ from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 from multirate.methods.spec import find
-from multirate.model.load import load_decoder
-from multirate.model.native.moe import NativeMoEDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.load import load_decoder
+from multirate.runtime.native.moe import NativeMoEDecoder
+from multirate.runtime.rows import Rows
 
 from .conftest import CONFIGS
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from bench import tiny_model
 from gguf import GGMLQuantizationType as Kind
-from gguf_models import tiny_files
+from lab.bench import tiny_model
+from loading.gguf import tiny_files
 from native_kernel import skip_without_kernel
 
 import multirate
@@ -27,10 +27,10 @@ from multirate.experts.named_policies import FIXED_POLICIES
 from multirate.experts.pack import pack
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import DATA, INDEX, ExpertStore, _digest
-from multirate.gguf_models.load import load_gguf
-from multirate.hub import load_model
-from multirate.model.quantised import quantised_weights
-from multirate.model.rows import Rows
+from multirate.loading.gguf.load import load_gguf
+from multirate.loading.hub import load_model
+from multirate.runtime.quantised import quantised_weights
+from multirate.runtime.rows import Rows
 
 IDS = torch.randint(5, 200, (24,), generator=torch.Generator().manual_seed(4))
 POLICIES = [name for name in (*FIXED_POLICIES, "aot") if name != "accelerated"]

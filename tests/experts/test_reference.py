@@ -13,12 +13,12 @@ from lab_files import MIXTURE
 from transformers import AutoModelForCausalLM
 
 import multirate
-from multirate.chat_template import encode_chat
 from multirate.engine import PLAIN
 from multirate.errors import UserError
 from multirate.experts.pack import pack
 from multirate.experts.store import ExpertStore
-from multirate.model.native.moe import NativeMoEDecoder
+from multirate.loading.chat_template import encode_chat
+from multirate.runtime.native.moe import NativeMoEDecoder
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 
 import multirate
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
-from multirate.hub import reference_accelerators
+from multirate.loading.hub import reference_accelerators
 from multirate.methods.spec import all_specs, trainable, untrained_drafters
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from multirate import attach
 from multirate.errors import UserError
-from multirate.hub import load_model
+from multirate.loading.hub import load_model
 
 PROMPT = [[5, 6, 7, 8, 9, 10, 5, 6, 7]]
 

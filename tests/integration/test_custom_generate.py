@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from transformers import (
     DynamicCache,
     LogitsProcessor,

@@ -13,7 +13,7 @@ import peft
 import pytest
 import torch
 import transformers
-from bench import tiny_model
+from lab.bench import tiny_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
+from lab.bench import tiny_model
 from transformers import TextStreamer
 
 import multirate
-from multirate.decoding.costs import CostModel, measure_costs
-from multirate.decoding.draft_length import DraftLengthController, StepCosts
+from multirate.decoding.speculate.budget import DraftLengthController, StepCosts
+from multirate.decoding.speculate.costs import CostModel, measure_costs
 from multirate.errors import Notice
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.custom_generate_loader import write_custom_generate
@@ -147,12 +147,14 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     described = json.loads(card.read_text())
     described["results"] = {"terms": [{"gate": 1, "draft_step": 1, "agreement": 0.99}]}
     card.write_text(json.dumps(described))
-    monkeypatch.setattr("multirate.decoding.trial.SECONDS", 1e9)  # all texts, also when it is slow
+    monkeypatch.setattr(
+        "multirate.decoding.speculate.trial.SECONDS", 1e9
+    )  # all texts, also when it is slow
     # what is decided depends on no clock: this machine may be busy with other things
     costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
-    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+    monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", lambda *_: costs)
     untimed = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr("multirate.methods.common.stream_drafter.DraftLengthController", untimed)
+    monkeypatch.setattr("multirate.methods._shared.stream_drafter.DraftLengthController", untimed)
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):
@@ -200,7 +202,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
     costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.011}, draft_step, draft_step))
-    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+    monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", lambda *_: costs)
     expected = model.generate(prompt(), do_sample=False, max_new_tokens=6)[0, 4:].tolist()
     own = "m2r2-carry:lookup=0"
     output = engine.generate([prompt()[0].tolist()], stop=engine.stopping(6), method=own)
@@ -222,7 +224,7 @@ def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
     engine = attach_with_card(model, folder, 0.6)
     # a level of an own draft takes longer than twenty plain steps, a row of the text's nothing
     costs = CostModel(StepCosts(0.01, {1: 0.01, 16: 0.01}, 0.2, 0.2))
-    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", lambda *_: costs)
+    monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", lambda *_: costs)
 
     def own_drafts(*_: Any, **__: Any) -> Any:
         raise AssertionError("own drafts were made")
@@ -248,7 +250,7 @@ def test_costs_are_measured_on_first_use(
         measured.append(measure_costs(*arguments))
         return measured[-1]
 
-    monkeypatch.setattr("multirate.decoding.drafter.measure_costs", recorded)
+    monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", recorded)
     for _ in range(2):
         engine.generate([prompt()[0].tolist()], stop=engine.stopping(2))
     assert len(measured) == 1, "once"

@@ -13,7 +13,7 @@ from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForCon
 
 import multirate
 from multirate.decoding.stopping import StopSettings
-from multirate.hub import load_model, load_tokenizer
+from multirate.loading.hub import load_model, load_tokenizer
 
 IMAGE = 5  # the token that stands for a patch of an image
 TOLD: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from multirate import attach
-from multirate.decoding.acceptance_statistics import Calibration
 from multirate.decoding.logits import SamplingSettings
-from multirate.hub import load_model, reference_accelerators
+from multirate.decoding.speculate.acceptance_statistics import Calibration
+from multirate.loading.hub import load_model, reference_accelerators
 from multirate.training.checkpoint import Accelerator
 
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
 from experts import tiny
+from lab.bench import tiny_model
 from transformers import AutoModelForCausalLM
 
 import multirate
 from multirate.errors import UserError
 from multirate.experts.model import experts_on_disk
 from multirate.experts.pack import pack
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.training.checkpoint import Accelerator, describe_base

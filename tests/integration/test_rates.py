@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from multirate.decoding.acceptance_statistics import per_token_rate
+from multirate.decoding.speculate.acceptance_statistics import per_token_rate
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.62, 0.9, 1.0])

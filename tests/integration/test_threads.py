@@ -16,7 +16,7 @@ import torch
 import multirate
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
-from multirate.hub import load_model, reference_accelerators
+from multirate.loading.hub import load_model, reference_accelerators
 
 METHODS = ["autoregressive", "m2r2-carry", "prompt_lookup", "kangaroo"]
 NEW_TOKENS = 12

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from decoding.invariants import check_invariants
 
-from multirate.decoding.drafter import Drafter, Verified
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter, Verified
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder, VerifiedDraft
+from multirate.runtime.decoder import Decoder, VerifiedDraft
 
 
 @contextmanager

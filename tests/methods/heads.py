@@ -15,14 +15,14 @@ from training.tiny import tokenizer, write_data, write_model
 from transformers import AutoModelForCausalLM
 
 import multirate
-from multirate.decoding.drafter import Drafter
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.results import DecodeStats
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find, find_training
 from multirate.training.loop import train
 from multirate.training.settings import TrainSettings

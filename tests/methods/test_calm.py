@@ -13,20 +13,20 @@ from multirate.decoding.loop import generate
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.calm.config import (
+from multirate.lab.depth_baselines.calm.config import (
     CalmClassifierConfig,
     CalmClassifierDecodeConfig,
     CalmConfig,
     default_exits,
 )
-from multirate.methods.calm.exits import decayed, trained_exits, untrained_exits
-from multirate.methods.calm.modules import ExitClassifiers
-from multirate.methods.calm.train import CalmObjective
-from multirate.methods.common.objective import balanced_bce
-from multirate.methods.common.teacher import Teacher
-from multirate.model.decoder import Decoder
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.rows import Rows
+from multirate.lab.depth_baselines.calm.exits import decayed, trained_exits, untrained_exits
+from multirate.lab.depth_baselines.calm.modules import ExitClassifiers
+from multirate.lab.depth_baselines.calm.train import CalmObjective
+from multirate.methods._shared.objective import balanced_bce
+from multirate.methods._shared.teacher import Teacher
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.rows import Rows
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .tiny import base, disturb, ids
@@ -104,7 +104,7 @@ def test_the_state_confidence_compares_a_row_with_itself_an_exit_before(decoder:
 
 
 def test_the_classifiers_score_their_own_exits(decoder: Decoder) -> None:
-    from multirate.methods.common.shape import BaseShape
+    from multirate.methods._shared.shape import BaseShape
 
     shape = BaseShape.of(LLAMA)
     module = ExitClassifiers(CalmClassifierConfig.for_base(shape, exits=[1, 3]), shape)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from multirate.errors import UserError
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.m2r2.config import M2R2Config, default_paper_gates
 from multirate.methods.spec import find_training

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.methods.common import distillation
-from multirate.methods.common.distillation import (
+from multirate.methods._shared import distillation
+from multirate.methods._shared.distillation import (
     Head,
     TopTokens,
     distil,
     simulated_tokens_per_step,
 )
-from multirate.methods.common.objective import (
+from multirate.methods._shared.objective import (
     BINS,
     auc,
     balanced_bce,

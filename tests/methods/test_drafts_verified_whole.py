@@ -16,22 +16,22 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kernel import skip_without_kernel
 
-from multirate.decoding.drafter import Drafter, Verified
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter, Verified
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.medusa.config import MedusaConfig, MedusaDecodeConfig
 from multirate.methods.medusa.decode import MedusaDrafter
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.spec import find
 from multirate.methods.two_model.config import TwoModelConfig
 from multirate.methods.two_model.decode import TwoModelDrafter
-from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native import NativeDecoder
 
 from .fused_steps import assert_drafts_are_verified_whole_as_in_parts, verified_in_parts
 from .m2r2_models import LLAMA, PROMPTS, model_of

@@ -15,20 +15,20 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods import spec
-from multirate.methods.common.feature_runner import FeatureRunner, NativeFeatureRunner
-from multirate.methods.common.objective import shift
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.stream_drafter import StreamDrafter
-from multirate.methods.common.teacher import Teacher
-from multirate.model.decoder import Decoder
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.methods._shared.feature_runner import FeatureRunner, NativeFeatureRunner
+from multirate.methods._shared.objective import shift
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.stream_drafter import StreamDrafter
+from multirate.methods._shared.teacher import Teacher
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .m2r2_models import LLAMA, OTHERS, PROMPTS, model_of

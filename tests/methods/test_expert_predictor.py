@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
 from multirate.methods.m2r2_experts.train import ExpertPredictorObjective

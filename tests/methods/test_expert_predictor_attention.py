@@ -8,10 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from model.tiny_models import MOE, tiny_model
+from runtime.tiny_models import MOE, tiny_model
 from torch import Tensor
 
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor
 from multirate.methods.m2r2_experts.start import start_from_experts

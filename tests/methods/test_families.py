@@ -27,17 +27,17 @@ from transformers import (
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods import spec
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 
 from .m2r2_models import PROMPTS, model_of, stream_of
 from .test_eagle import layer_of

@@ -12,22 +12,22 @@ from decoding.helpers import path_tokens, tiny
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import HydraRunner, NativeHydraRunner
 from multirate.methods.hydra.train import HydraObjective, start_from_least_squares
 from multirate.methods.spec import find
-from multirate.model.rows import Rows
+from multirate.runtime.rows import Rows
 
 from . import heads as every
 from .tiny import base, disturb, ids

@@ -11,17 +11,17 @@ import pytest
 from decoding.helpers import tiny
 from decoding.invariants import check_invariants
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common import joined_drafter
-from multirate.methods.common.joined_drafter import JoinedDrafter
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared import joined_drafter
+from multirate.methods._shared.joined_drafter import JoinedDrafter
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
 from multirate.methods.two_model.config import TwoModelConfig
 from multirate.methods.two_model.decode import TwoModelDrafter

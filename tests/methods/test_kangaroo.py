@@ -10,28 +10,28 @@ import torch
 from native_kernel import skip_without_kernel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.decoding import draft_length
-from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import StepCosts
-from multirate.decoding.drafter import Draft, FusedStep
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate import budget as draft_length
+from multirate.decoding.speculate.budget import StepCosts
+from multirate.decoding.speculate.costs import CostModel
+from multirate.decoding.speculate.drafter import Draft, FusedStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.runner import KangarooRunner, NativeKangarooRunner, make_runner
 from multirate.methods.kangaroo.train import KangarooObjective, start_from_least_squares
-from multirate.model.load import load_decoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.load import load_decoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .tiny import base, disturb, ids

@@ -9,10 +9,10 @@ import torch
 from decoding.helpers import path_tokens, reference, tiny
 from decoding.invariants import check_invariants
 
-from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler, SamplingSettings
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Draft, Verified
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
 

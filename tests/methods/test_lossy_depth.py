@@ -10,8 +10,6 @@ import torch
 from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
-from multirate.calibration.calibrate import calibrate
-from multirate.calibration.risk import samples_needed
 from multirate.decoding.depth import Leaving
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -21,13 +19,15 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import attach
 from multirate.errors import UserError
+from multirate.lab.calibration.calibrate import calibrate
+from multirate.lab.calibration.risk import samples_needed
 from multirate.methods import spec
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import MethodSpec
-from multirate.model.decoder import Decoder
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 from multirate.training.checkpoint import Accelerator
 
 from .m2r2_models import LLAMA, PROMPTS, model_of

@@ -17,19 +17,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from native_kernel import skip_without_kernel
 
-from multirate.decoding.costs import CostModel
-from multirate.decoding.draft_length import DraftLengthController, Plan, StepCosts
-from multirate.decoding.given_texts import GivenTexts
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
+from multirate.decoding.speculate.costs import CostModel
+from multirate.decoding.speculate.given_texts import GivenTexts
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common import stream_drafter
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.stream_estimates import NO_MATCH
+from multirate.methods._shared import stream_drafter
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.stream_estimates import NO_MATCH
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -38,9 +38,9 @@ from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.spec import find
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.rows import Rows
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
 from .m2r2_models import LLAMA, OTHERS, PROMPTS, model_of, stream_of, taps_of
@@ -149,7 +149,7 @@ def test_greedy_is_the_base_on_other_architectures(name):
 
 
 def test_presets_fit_a_model_without_gated_mlp():
-    from multirate.methods.common.teacher import Teacher
+    from multirate.methods._shared.teacher import Teacher
 
     shape = Teacher(model_of(OTHERS["gpt2"])).shape
     assert M2R2Config.for_base(shape, "m2r2-carry").mlp_adapter == "parallel"

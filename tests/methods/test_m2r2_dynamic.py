@@ -13,7 +13,6 @@ import torch
 from decoding.invariants import check_invariants
 from native_kernel import skip_without_kernel
 
-from multirate.decoding import draft_length
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -21,13 +20,14 @@ from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
 from multirate.decoding.results import GenerationOutput
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate import budget as draft_length
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.hub import load_model, reference_accelerators
-from multirate.methods.common import stream_drafter
-from multirate.methods.common.teacher import Teacher
+from multirate.loading.hub import load_model, reference_accelerators
+from multirate.methods._shared import stream_drafter
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2.decode import M2R2Drafter
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.exits import step_of
@@ -35,9 +35,9 @@ from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.train import M2R2Objective
-from multirate.model.decoder import Decoder
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts

@@ -7,10 +7,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from multirate.methods.common import least_squares
-from multirate.methods.common.distillation import TopTokens, distil
-from multirate.methods.common.layers import RMSNorm
-from multirate.methods.common.teacher import Known, Teacher
+from multirate.methods._shared import least_squares
+from multirate.methods._shared.distillation import TopTokens, distil
+from multirate.methods._shared.layers import RMSNorm
+from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective, shift, start_from_least_squares

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.train import M2R2Objective
-from multirate.model.load import load_decoder
-from multirate.model.rows import Rows
+from multirate.runtime.load import load_decoder
+from multirate.runtime.rows import Rows
 
 from .tiny import base, disturb, ids
 

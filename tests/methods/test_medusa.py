@@ -12,20 +12,20 @@ from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.medusa.config import MedusaConfig, MedusaDecodeConfig
 from multirate.methods.medusa.decode import MedusaDrafter
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import MedusaRunner, NativeMedusaRunner
 from multirate.methods.medusa.train import MedusaObjective
 from multirate.methods.spec import find
-from multirate.model.load import load_decoder
+from multirate.runtime.load import load_decoder
 from multirate.training.checkpoint import Accelerator
 
 from . import heads as every

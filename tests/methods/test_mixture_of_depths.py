@@ -14,23 +14,23 @@ from transformers import MistralConfig
 from multirate.decoding.loop import generate
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
-from multirate.methods.mixture_of_depths.config import (
+from multirate.lab.depth_baselines.mixture_of_depths.config import (
     MixtureOfDepthsConfig,
     MixtureOfDepthsDecodeConfig,
 )
-from multirate.methods.mixture_of_depths.decode import MixtureOfDepthsStep
-from multirate.methods.mixture_of_depths.modules import Routers
-from multirate.methods.mixture_of_depths.train import (
+from multirate.lab.depth_baselines.mixture_of_depths.decode import MixtureOfDepthsStep
+from multirate.lab.depth_baselines.mixture_of_depths.modules import Routers
+from multirate.lab.depth_baselines.mixture_of_depths.train import (
     RouterObjective,
     chosen,
     start_from_updates,
 )
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.hf.parts import additive
-from multirate.model.native import NativeDecoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.hf.parts import additive
+from multirate.runtime.native import NativeDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .tiny import base, disturb, ids

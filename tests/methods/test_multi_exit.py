@@ -13,18 +13,22 @@ from transformers import AutoModelForCausalLM
 
 import multirate
 from multirate.errors import UserError
-from multirate.methods.common.least_squares import direction
-from multirate.methods.common.linear_exits import LinearExits, start_from_least_squares
-from multirate.methods.common.multi_exit import MultiExitObjective
-from multirate.methods.common.teacher import Teacher
-from multirate.methods.deed.config import DeedConfig
-from multirate.methods.deed.modules import AdaptedExits
-from multirate.methods.deed.train import DeedObjective
-from multirate.methods.free.config import FreeConfig, FreeDecodeConfig
-from multirate.methods.free.train import FreeObjective
-from multirate.methods.lite.config import PAPER_THRESHOLDS, LiteConfig, default_thresholds
+from multirate.lab.depth_baselines._shared.linear_exits import LinearExits, start_from_least_squares
+from multirate.lab.depth_baselines._shared.multi_exit import MultiExitObjective
+from multirate.lab.depth_baselines.deed.config import DeedConfig
+from multirate.lab.depth_baselines.deed.modules import AdaptedExits
+from multirate.lab.depth_baselines.deed.train import DeedObjective
+from multirate.lab.depth_baselines.free.config import FreeConfig, FreeDecodeConfig
+from multirate.lab.depth_baselines.free.train import FreeObjective
+from multirate.lab.depth_baselines.lite.config import (
+    PAPER_THRESHOLDS,
+    LiteConfig,
+    default_thresholds,
+)
+from multirate.methods._shared.least_squares import direction
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
-from multirate.model.load import load_decoder
+from multirate.runtime.load import load_decoder
 from multirate.training.loop import train
 from multirate.training.settings import TrainSettings
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from multirate.engine import Engine, attach
 from multirate.methods import spec
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.training.checkpoint import Accelerator
 
 from .tiny import SHAPE, VOCAB, base, disturb

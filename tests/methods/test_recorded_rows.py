@@ -15,21 +15,21 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model.tape_recorder import TapeRecorder
+from runtime.tape_recorder import TapeRecorder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
-from multirate.methods.common.layers import visible_slots
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.layers import visible_slots
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find, find_training
-from multirate.model.cuda.decoder import EagerRecorder, GraphedDecoder
-from multirate.model.cuda.recorded_rows import RecordedRows
-from multirate.model.cuda.static_cache import seen_slots
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.rows import Rows
+from multirate.runtime.cuda.decoder import EagerRecorder, GraphedDecoder
+from multirate.runtime.cuda.recorded_rows import RecordedRows
+from multirate.runtime.cuda.static_cache import seen_slots
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.rows import Rows
 
 from .tiny import VOCAB, base, disturb, ids
 

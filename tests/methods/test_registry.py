@@ -16,7 +16,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.methods import spec
 
 ECHO = """
-from multirate.decoding.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter
 from multirate.methods.spec import MethodSpec, register
 
 

@@ -12,7 +12,7 @@ from native_kernel import skip_without_kernel
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
-from multirate.hub import load_model, reference_accelerators
+from multirate.loading.hub import load_model, reference_accelerators
 
 PROMPTS = ["Once upon a time", "The little dog", "One day Lily and her mother"]
 _ALWAYS = ":draft_threshold=0.05:verify_threshold=0.02"  # as no clock is to decide what is tested

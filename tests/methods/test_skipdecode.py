@@ -12,9 +12,9 @@ from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.skipdecode.config import SkipDecodeConfig
-from multirate.methods.skipdecode.schedule import PositionSchedule
-from multirate.model.hf.decoder import HFDecoder
+from multirate.lab.depth_baselines.skipdecode.config import SkipDecodeConfig
+from multirate.lab.depth_baselines.skipdecode.schedule import PositionSchedule
+from multirate.runtime.hf.decoder import HFDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 

@@ -15,17 +15,17 @@ from multirate.decoding.loop import generate
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.common.least_squares import direction
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.teacher import Teacher
+from multirate.lab.depth_baselines.specee import exits
+from multirate.lab.depth_baselines.specee.config import SpecEEConfig, SpecEEDecodeConfig
+from multirate.lab.depth_baselines.specee.exits import Predictors
+from multirate.lab.depth_baselines.specee.modules import SpecEE, features, read_of
+from multirate.lab.depth_baselines.specee.train import SpecEEObjective, start_from_least_squares
+from multirate.methods._shared.least_squares import direction
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
-from multirate.methods.specee import exits
-from multirate.methods.specee.config import SpecEEConfig, SpecEEDecodeConfig
-from multirate.methods.specee.exits import Predictors
-from multirate.methods.specee.modules import SpecEE, features, read_of
-from multirate.methods.specee.train import SpecEEObjective, start_from_least_squares
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.native import NativeDecoder
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import NativeDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .tiny import base, disturb, ids
@@ -184,7 +184,7 @@ def test_the_kernels_proposer_is_the_module() -> None:
     low = model_of(LLAMA, torch.bfloat16)
     skip_without_kernel()
     module = module_of(BaseShape.of(LLAMA))
-    from multirate.methods.specee.exits import _proposer
+    from multirate.lab.depth_baselines.specee.exits import _proposer
 
     read = read_of(*torch.randn(2, 3, LLAMA.hidden_size, generator=torch.manual_seed(1)))
     given = _proposer(NativeDecoder(low), module)(read)

@@ -16,7 +16,7 @@ from training.tiny import write_data, write_model
 import multirate
 from multirate.errors import UserError
 from multirate.methods import spec
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.training.checkpoint import Accelerator, describe_base
 
 from .test_eagle import CHAIN, layer_of

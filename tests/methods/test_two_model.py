@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from bench import tiny_model
 from decoding.invariants import check_invariants
+from lab.bench import tiny_model
 from native_kernel import skip_without_kernel
 from tokenizers import AddedToken
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import attach
 from multirate.errors import UserError
 from multirate.methods.spec import SecondModel, find
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
 
 PROMPTS = [list(b"Once upon"), [7], list(range(40, 60))]
 STOP = StopSettings(max_new_tokens=16)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import multirate
 from multirate.engine import attach
 from multirate.errors import UserError
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import find_training
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.description import read_description

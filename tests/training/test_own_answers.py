@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from multirate.errors import Notice, UserError
-from multirate.model.load import load_decoder
+from multirate.runtime.load import load_decoder
 from multirate.training.data import render_prompt
 from multirate.training.own_answers import answer_questions, read_questions
 

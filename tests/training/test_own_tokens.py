@@ -17,8 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError
-from multirate.model.decoder import Decoder
-from multirate.model.load import load_decoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.load import load_decoder
 from multirate.training.data import Sample, load_samples, render_prompt
 from multirate.training.own_answers import answer_questions, read_questions
 

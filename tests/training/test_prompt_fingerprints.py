@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from multirate.bench.seen_prompts import UNKNOWN, seen_prompts, warnings_of
-from multirate.bench.suites import Question
 from multirate.errors import UserError
+from multirate.lab.bench.seen_prompts import UNKNOWN, seen_prompts, warnings_of
+from multirate.lab.bench.suites import Question
 from multirate.training.checkpoint import Accelerator
 from multirate.training.prompt_fingerprints import PROMPTS, add_fingerprints, prompt_fingerprint
 

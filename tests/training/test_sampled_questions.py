@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from multirate.cli.main import app
 from multirate.errors import Notice, UserError
-from multirate.model.load import load_decoder
+from multirate.runtime.load import load_decoder
 from multirate.training import sampled_questions
 from multirate.training.question_filter import QuestionFilter
 from multirate.training.sampled_questions import QuestionSettings, sample_questions, user_turn

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError
-from multirate.methods.common.teacher import Teacher
-from multirate.model.hf.parts import ModelParts
-from multirate.model.load import load_decoder
+from multirate.methods._shared.teacher import Teacher
+from multirate.runtime.hf.parts import ModelParts
+from multirate.runtime.load import load_decoder
 from multirate.training import teacher_states
 from multirate.training.data import load_samples
 from multirate.training.loop import train

@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.hub import load_model
+from multirate.loading.hub import load_model
 from multirate.training.data import normalised, read_conversations, render_prompt
 from multirate.training.fingerprint import fingerprint
 from multirate.training.own_answers import record

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from multirate.hub import load_model
+from multirate.loading.hub import load_model
 
 HEAD_DIM = 32
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from multirate.evaluation.task_files import load_tasks, local_tasks
-from multirate.evaluation.task_suite import messages
+from multirate.lab.evaluation.task_files import load_tasks, local_tasks
+from multirate.lab.evaluation.task_suite import messages
 
 SHARES = {"tuning": 0.6, "accelerators": 0.3, "calibration": 0.1}
 

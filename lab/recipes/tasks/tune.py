@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from multirate.hub import load_model
+from multirate.loading.hub import load_model
 from multirate.training.data import Batch, BatchPlan, load_samples
 
 STATE = "tuning_state.pt"

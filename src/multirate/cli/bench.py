@@ -17,16 +17,16 @@ from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.bench.runner import Measurements, Row, Scoring
-    from multirate.bench.suites import Question
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import Engine
-    from multirate.evaluation.task_suite import TaskSuite
+    from multirate.lab.bench.runner import Measurements, Row, Scoring
+    from multirate.lab.bench.suites import Question
+    from multirate.lab.evaluation.task_suite import TaskSuite
 
 WRONG_ANSWERS = FAILED = 1
 """Exit codes: a lossless method changed the text, or a method raised an error."""
 DYNAMIC = "dynamic"
-"""In --methods: dynamic modes at several settings (bench/frontier.py)."""
+"""In --methods: dynamic modes at several settings (lab/bench/frontier.py)."""
 ALL = "all"
 """In --methods: the baselines, every lossless method without training, and every accelerator."""
 
@@ -201,10 +201,10 @@ def command(
         if value < least:
             raise UserError(f"{name} is {value}: at least {least} is needed")
 
-    from multirate.bench.suites import READERS, load_suite
     from multirate.decoding.logits import SamplingSettings
-    from multirate.evaluation.task_files import local_tasks
-    from multirate.evaluation.task_suite import is_task
+    from multirate.lab.bench.suites import READERS, load_suite
+    from multirate.lab.evaluation.task_files import local_tasks
+    from multirate.lab.evaluation.task_suite import is_task
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
     if rivals and not sampling.greedy:
@@ -219,12 +219,12 @@ def command(
     tasks = task_suite(suite, data, limit, task) if is_task(suite) else None
     questions = tasks.questions if tasks else load_suite(suite, data, limit, task)
 
-    from multirate.bench import provenance
-    from multirate.bench.report_page import check as check_report
-    from multirate.bench.report_page import write as write_report
-    from multirate.bench.rivals import parse_rivals
+    from multirate import provenance
     from multirate.io import check_writable, write_json
-    from multirate.pages.page import check_installed
+    from multirate.lab.bench.report_page import check as check_report
+    from multirate.lab.bench.report_page import write as write_report
+    from multirate.lab.bench.rivals import parse_rivals
+    from multirate.lab.pages.page import check_installed
 
     beside = parse_rivals(rivals or "")
     if json is not None:
@@ -277,11 +277,11 @@ def command(
             raise typer.Exit(INTERRUPTED)
         return
 
-    from multirate.bench import frontier
-    from multirate.bench.method_runs import GENERATE, GENERATE_STATIC
-    from multirate.bench.runner import BASELINES
     from multirate.engine import attach
-    from multirate.hub import reference_accelerators
+    from multirate.lab.bench import frontier
+    from multirate.lab.bench.method_runs import GENERATE, GENERATE_STATIC
+    from multirate.lab.bench.runner import BASELINES
+    from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import (
         PLAIN,
         dynamic_methods,
@@ -376,7 +376,7 @@ def command(
 
 def task_suite(suite: str, data: Path, limit: int | None, category: str | None) -> TaskSuite:
     """The questions of one of this package's tasks. UserError if a category is given."""
-    from multirate.evaluation.task_suite import load_task_suite
+    from multirate.lab.evaluation.task_suite import load_task_suite
 
     if category is not None:
         raise UserError(f"--task {category!r}: suite {suite} has no categories")
@@ -385,7 +385,7 @@ def task_suite(suite: str, data: Path, limit: int | None, category: str | None) 
 
 def scoring(tasks: TaskSuite, tokenizer: Any) -> Scoring:
     """Scores answers that are given as tokens."""
-    from multirate.bench.runner import Scoring
+    from multirate.lab.bench.runner import Scoring
 
     def scores(answers: dict[str, list[int]]) -> dict[str, float]:
         decode = tokenizer.decode
@@ -432,16 +432,17 @@ def run(
 
     import torch
 
-    from multirate.bench import bandwidth, provenance, report
-    from multirate.bench.divergence import Judge
-    from multirate.bench.method_runs import method_run
-    from multirate.bench.other_processes import NOTABLE, OtherProcesses
-    from multirate.bench.predicted import predictions, trained
-    from multirate.bench.rivals import Contest
-    from multirate.bench.rivals import prepare as prepare_rivals
-    from multirate.bench.runner import MethodRun, Unavailable, batches, measure, summarise
-    from multirate.bench.seen_prompts import seen_prompts, warnings_of
-    from multirate.calibration.measure import full_model_on
+    from multirate import provenance
+    from multirate.lab.bench import bandwidth, report
+    from multirate.lab.bench.divergence import Judge
+    from multirate.lab.bench.method_runs import method_run
+    from multirate.lab.bench.other_processes import NOTABLE, OtherProcesses
+    from multirate.lab.bench.predicted import predictions, trained
+    from multirate.lab.bench.rivals import Contest
+    from multirate.lab.bench.rivals import prepare as prepare_rivals
+    from multirate.lab.bench.runner import MethodRun, Unavailable, batches, measure, summarise
+    from multirate.lab.bench.seen_prompts import seen_prompts, warnings_of
+    from multirate.lab.calibration.measure import full_model_on
 
     seen = seen_prompts(engine.accelerators, questions)
     for warning in warnings_of(seen):

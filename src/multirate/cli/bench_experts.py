@@ -16,10 +16,10 @@ from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
-from multirate.pages.page import PAGE, is_page
+from multirate.lab.pages.page import PAGE, is_page
 
 if TYPE_CHECKING:
-    from multirate.bench.suites import Question
+    from multirate.lab.bench.suites import Question
 
 EXPERTS = "experts"
 
@@ -53,11 +53,12 @@ def command(
 
     names: policies, or only "experts" for all policies.
     """
-    from multirate.bench import expert_report, provenance
-    from multirate.bench.expert_policies import ALL_POLICIES, measure_policies
+    from multirate import provenance
     from multirate.engine import attach
     from multirate.experts.named_policies import parse_bytes
     from multirate.experts.runtime import ExpertSettings, slots_for
+    from multirate.lab.bench import expert_report
+    from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
 
     if model is None or given.store is None:
         raise UserError(

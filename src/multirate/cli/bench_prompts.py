@@ -8,17 +8,17 @@ from multirate.cli import options
 from multirate.cli.progress import Bar
 
 if TYPE_CHECKING:
-    from multirate.bench.prompts import PromptSet
-    from multirate.bench.suites import Question
     from multirate.engine import Engine
+    from multirate.lab.bench.prompts import PromptSet
+    from multirate.lab.bench.suites import Question
 
 
 def prepared(
     engine: Engine, questions: list[Question], max_new_tokens: int, truncate: bool
 ) -> PromptSet:
     """The prompts of all questions. Prints which are skipped or cut."""
-    from multirate.bench.prompts import build_prompts
     from multirate.decoding.logits import SamplingSettings
+    from multirate.lab.bench.prompts import build_prompts
     from multirate.methods.spec import PLAIN
 
     greedy, stop = SamplingSettings(), engine.stopping(max_new_tokens, ())

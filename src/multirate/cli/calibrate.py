@@ -87,17 +87,17 @@ def command(
     """
     options.set_threads(threads)
 
-    from multirate.calibration import promise as promises
-    from multirate.calibration.calibrate import (
+    from multirate import guarantee as promises
+    from multirate.cli.progress import Bar
+    from multirate.engine import attach
+    from multirate.io import check_writable
+    from multirate.lab.calibration.calibrate import (
         calibrate,
         check_points,
         check_promise,
         dynamic_mode,
     )
-    from multirate.calibration.measure import Measured, read_prompts
-    from multirate.cli.progress import Bar
-    from multirate.engine import attach
-    from multirate.io import check_writable
+    from multirate.lab.calibration.measure import Measured, read_prompts
     from multirate.methods.spec import find, parse_settings
     from multirate.training.fingerprint import fingerprint
 

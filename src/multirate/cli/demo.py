@@ -18,9 +18,9 @@ from multirate.cli.errors import INTERRUPTED
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
-    from multirate.bench.runner import Row
     from multirate.decoding.results import DecodeStats
     from multirate.engine import Engine
+    from multirate.lab.bench.runner import Row
 
 QUESTIONS = (
     "How do noise-cancelling headphones work?",
@@ -37,7 +37,7 @@ WARM_UP = 8
 
 def is_trained(method: str) -> bool:
     """Whether a row is a trained drafter's, and not a baseline's or text lookup's."""
-    from multirate.bench.runner import BASELINES
+    from multirate.lab.bench.runner import BASELINES
     from multirate.methods.spec import find, parse_variant
 
     return method not in BASELINES and find(parse_variant(method)[0]).training is not None
@@ -45,7 +45,7 @@ def is_trained(method: str) -> bool:
 
 def label(method: str) -> str:
     """A method's name in the table."""
-    from multirate.bench.runner import BASELINES
+    from multirate.lab.bench.runner import BASELINES
     from multirate.methods.spec import PLAIN, find, parse_variant
 
     if method in BASELINES:
@@ -82,7 +82,7 @@ def first_answer(
 def _generate(
     engine: Engine, method: str, question: str, max_new_tokens: int, on_tokens: Any = None
 ) -> DecodeStats:
-    from multirate.chat_template import encode_chat
+    from multirate.loading.chat_template import encode_chat
 
     return engine.generate(
         [encode_chat(engine.tokenizer, [{"role": "user", "content": question}])],
@@ -132,7 +132,7 @@ def _same_text(row: Row) -> str:
 
 def explanation(rows: Sequence[Row]) -> list[str]:
     """What the table shows, in sentences."""
-    from multirate.bench.runner import BASELINES, baseline
+    from multirate.lab.bench.runner import BASELINES, baseline
 
     against = baseline(rows)
     found = []
@@ -208,10 +208,10 @@ def command(
             raise UserError(f"{name} is {value}: at least 1 is needed")
     options.set_threads(threads)
 
-    from multirate.bench.runner import BASELINES
-    from multirate.bench.suites import Question
     from multirate.engine import PLAIN, attach
-    from multirate.hub import reference_accelerators
+    from multirate.lab.bench.runner import BASELINES
+    from multirate.lab.bench.suites import Question
+    from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import find, joined_variant, recommended
 
     loaded = options.load(model, dtype, device, weights=weights)

@@ -79,8 +79,8 @@ def command(
     threads: options.Threads = None,
 ) -> None:
     """Score a model on text to SQL, data to text, summaries, or any task of lm-eval."""
-    from multirate.evaluation.installed import check_installed
-    from multirate.evaluation.task_files import load_tasks, task_names
+    from multirate.lab.evaluation.installed import check_installed
+    from multirate.lab.evaluation.task_files import load_tasks, task_names
 
     names = task_names(tasks or "")
     for option, value, least in (("--limit", limit, 1), ("--shots", shots, 0)):
@@ -89,14 +89,14 @@ def command(
     check_installed()
     options.set_threads(threads)
 
-    from multirate.bench import provenance
+    from multirate import provenance
     from multirate.cli.progress import Bar
     from multirate.engine import SPECULATE, attach
-    from multirate.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
-    from multirate.evaluation.run import evaluate
-    from multirate.evaluation.table import table
-    from multirate.hub import reference_accelerators
     from multirate.io import check_writable, write_json
+    from multirate.lab.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
+    from multirate.lab.evaluation.run import evaluate
+    from multirate.lab.evaluation.table import table
+    from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import recommended
 
     wanted = Mode(mode or (FULL if accelerator is None else SPECULATIVE), quality, threshold)

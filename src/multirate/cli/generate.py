@@ -149,14 +149,14 @@ def command(
     text = _prompt(prompt, prompt_file)
     options.set_threads(threads)
 
-    from multirate.chat_template import encode_chat
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named
-    from multirate.hub import reference_accelerators
+    from multirate.loading.chat_template import encode_chat
+    from multirate.loading.hub import reference_accelerators
+    from multirate.loading.names import DEFAULT
     from multirate.methods.spec import PLAIN, recommended
-    from multirate.model.quantised import ON_LOAD
-    from multirate.named_models import DEFAULT
+    from multirate.runtime.quantised import ON_LOAD
 
     numbers = {
         "temperature": temperature,

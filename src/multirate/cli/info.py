@@ -22,15 +22,15 @@ def command(
 
     from rich.table import Table
 
-    from multirate.bench import provenance
+    from multirate import provenance
     from multirate.engine import attach
     from multirate.errors import UserError
-    from multirate.evaluation.fidelity import DecoderReader, ModelReader, fidelity, fixed_texts
-    from multirate.hub import reference_accelerators
+    from multirate.fidelity import DecoderReader, ModelReader, fidelity, fixed_texts
+    from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import trainable
-    from multirate.model.load import why_not_native
-    from multirate.model.native.formats import instruction_set
-    from multirate.model.quantised import (
+    from multirate.runtime.load import why_not_native
+    from multirate.runtime.native.formats import instruction_set
+    from multirate.runtime.quantised import (
         ON_LOAD,
         device_of,
         formats_line,

@@ -68,8 +68,8 @@ def command(
     """Draw how a model's residuals change from layer to layer, and how many layers each token of an
     answer needed, on one HTML page.
     """
-    from multirate.inspection import page
-    from multirate.pages.page import PAGE, check_installed, is_page
+    from multirate.lab.inspection import page
+    from multirate.lab.pages.page import PAGE, check_installed, is_page
 
     if out is None:
         raise UserError("--out is missing: give a file name, such as --out page.html")
@@ -80,11 +80,11 @@ def command(
     check_installed()
     options.set_threads(threads)
 
-    from multirate.calibration.promise import check_quality
     from multirate.cli.progress import Bar
     from multirate.engine import attach
-    from multirate.inspection.inspect import inspect
+    from multirate.guarantee import check_quality
     from multirate.io import check_writable, write_atomically
+    from multirate.lab.inspection.inspect import inspect
 
     check_writable(out, PAGE, is_page)
     if quality is not None:
@@ -106,7 +106,7 @@ def command(
 
 def _notes(accelerator: Any, quality: float | None) -> None:
     """Prints what the user should know before looking at the page."""
-    from multirate.calibration import promise as promises
+    from multirate import guarantee as promises
 
     if accelerator.other_weights is not None:
         options.note(f"note: {accelerator.other_weights}")
@@ -123,8 +123,8 @@ def _prompts(
     engine: Any, prompt: str | None, data: list[Path], limit: int, max_new_tokens: int, raw: bool
 ) -> list[list[int]]:
     """Token ids."""
-    from multirate.calibration.measure import read_prompts
-    from multirate.chat_template import encode_chat
+    from multirate.lab.calibration.measure import read_prompts
+    from multirate.loading.chat_template import encode_chat
 
     tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions
     if data:
@@ -143,7 +143,7 @@ def _prompts(
 
 def _facts(engine: Any, model: str, accelerator: str | None, data: list[Path]) -> dict[str, str]:
     """How the page was made."""
-    from multirate.bench import provenance
+    from multirate import provenance
 
     here = provenance.collect(engine.decoder.info.device)
     info = engine.decoder.info

@@ -16,7 +16,7 @@ from multirate.errors import UserError
 if TYPE_CHECKING:
     from multirate.engine import Engine
     from multirate.experts.runtime import ExpertRuntime
-    from multirate.hub import LoadedModel
+    from multirate.loading.hub import LoadedModel
 
 Model = Annotated[
     str | None,
@@ -103,7 +103,7 @@ def set_threads(threads: int | None) -> None:
     if threads is None:
         import torch
 
-        from multirate.model.machine import usable_processors
+        from multirate.runtime.machine import usable_processors
 
         torch.set_num_threads(min(torch.get_num_threads(), usable_processors()))
         return
@@ -117,7 +117,7 @@ def set_threads(threads: int | None) -> None:
         )
     import torch
 
-    from multirate.model.native.library import use_all_threads
+    from multirate.runtime.native.library import use_all_threads
 
     torch.set_num_threads(threads)
     use_all_threads()
@@ -183,7 +183,7 @@ def load(
 ) -> LoadedModel:
     """Loads the model, with its experts in a store if one is given."""
     from multirate.experts.load import load_offloaded
-    from multirate.hub import load_model
+    from multirate.loading.hub import load_model
 
     keep_transformers_quiet()
     if experts is None:

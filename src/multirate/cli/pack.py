@@ -35,7 +35,7 @@ def command(
     """
     from multirate.cli.progress import Bar
     from multirate.experts.pack import pack
-    from multirate.hub import model_files
+    from multirate.loading.hub import model_files
 
     files = model_files(model)
     with Bar("packing experts") as bar:
@@ -43,7 +43,7 @@ def command(
         index = pack(
             files, out, name, on_expert=bar.to, force=force, layout=layout, weights=weights
         )
-    from multirate.bench.expert_report import size
+    from multirate.lab.bench.expert_report import size
 
     record = index.record.bytes
     typer.echo(

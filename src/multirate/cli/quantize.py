@@ -11,7 +11,7 @@ import typer
 from multirate.cli import options
 
 if TYPE_CHECKING:
-    from multirate.gguf_models.file import GgufFile
+    from multirate.loading.gguf.file import GgufFile
 
 
 def command(
@@ -45,15 +45,15 @@ def command(
 
     from multirate.cli.progress import Bar
     from multirate.errors import say_once
-    from multirate.gguf_models.file import GgufFile
-    from multirate.gguf_models.writing.tensors import quantised_kinds
-    from multirate.gguf_models.writing.write import (
+    from multirate.loading.gguf.file import GgufFile
+    from multirate.loading.gguf.writing.tensors import quantised_kinds
+    from multirate.loading.gguf.writing.write import (
         check_output,
         check_type,
         requantise,
         write_model,
     )
-    from multirate.hub import gguf_file
+    from multirate.loading.hub import gguf_file
 
     check_type(type)
     source = gguf_file(model)
@@ -86,9 +86,9 @@ def _fidelity(file: GgufFile | None, model: Any, out: Path) -> Any:
     import psutil
     import torch
 
-    from multirate.evaluation.fidelity import ModelReader, fidelity, fixed_texts
-    from multirate.gguf_models.file import GgufFile
-    from multirate.gguf_models.load import load_gguf
+    from multirate.fidelity import ModelReader, fidelity, fixed_texts
+    from multirate.loading.gguf.file import GgufFile
+    from multirate.loading.gguf.load import load_gguf
 
     values = sum(math.prod(tensor.shape) for tensor in GgufFile(out).tensors.values())
     roomy = 2 * 4 * values < psutil.virtual_memory().available / 2

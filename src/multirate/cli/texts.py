@@ -31,9 +31,9 @@ def command(
     answers`) or documents that its answers will quote. Of conversations, only the assistant's turns
     are used. The generated text does not change.
     """
-    from multirate.decoding.given_texts import GivenTexts
-    from multirate.hub import load_tokenizer
+    from multirate.decoding.speculate.given_texts import GivenTexts
     from multirate.io import check_writable
+    from multirate.loading.hub import load_tokenizer
     from multirate.training.data import load_samples
 
     check_writable(out, "a file of texts that multirate wrote", GivenTexts.saved)

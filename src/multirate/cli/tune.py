@@ -59,11 +59,11 @@ def command(
 
     from rich.table import Table
 
-    from multirate.bench.tune import candidates, runner, tune, tuning_prompts
-    from multirate.calibration import tuned as kept
+    from multirate import tuned as kept
     from multirate.engine import attach
-    from multirate.hub import reference_accelerators
     from multirate.io import check_folder, check_writable
+    from multirate.lab.bench.tune import candidates, runner, tune, tuning_prompts
+    from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import PLAIN, all_specs, find, recommended
     from multirate.training.fingerprint import fingerprint
 

@@ -45,7 +45,7 @@ def _installed(package: str) -> str:
 
 
 def _kernel() -> str:
-    """Mirrors model/native/library.py, which needs torch."""
+    """Mirrors runtime/native/library.py, which needs torch."""
     if os.environ.get("MULTIRATE_NATIVE") == "0":
         return "off, because MULTIRATE_NATIVE=0 is set"
     if os.name != "posix":

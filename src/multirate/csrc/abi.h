@@ -1,5 +1,5 @@
 // The contract of the kernel: every structure and function that Python uses is defined here and
-// nowhere else. Python parses this file with cffi (model/native/abi.py). Use plain C only:
+// nowhere else. Python parses this file with cffi (runtime/native/abi.py). Use plain C only:
 // structures, enumerations, prototypes and integer constants. Python drops all other preprocessor
 // lines.
 //
@@ -129,7 +129,7 @@ typedef struct {
 
 // ---- rows ---------------------------------------------------------------------------------------
 
-// What each row is, where it writes and what it sees (model/rows.py). Arrays: [count].
+// What each row is, where it writes and what it sees (runtime/rows.py). Arrays: [count].
 // No row sees a slot that a later row writes.
 typedef struct {
     const int32_t *seq;     // sequence of the cache
@@ -153,7 +153,7 @@ typedef struct {
 // ---- sampling -----------------------------------------------------------------------------------
 
 // The random numbers added to the logits at one place of a sequence before the argmax
-// (model/noise.py defines them).
+// (runtime/noise.py defines them).
 typedef struct {
     const int32_t *table; // [2, NOISE_KNOTS] indexed by a uniform number's distance to 0 and to 1
     uint64_t key;         // of the sequence
@@ -248,7 +248,7 @@ typedef struct {
     int32_t last;                 // the state of the whole text
 } Automaton;
 
-// Lengths of matches in given texts, in tokens; the same three are in decoding/given_texts.py.
+// Lengths of matches in given texts, in tokens; the same three are in decoding/speculate/given_texts.py.
 #define GIVEN_LEAST 2
 #define GIVEN_LONGEST 12
 #define OWN_LEAST 2 // a match of so many tokens in the text itself takes precedence
@@ -403,7 +403,7 @@ typedef struct {
 
 // ---- functions ----------------------------------------------------------------------------------
 
-// A digest of the sources that the library was built from (model/native/build.py).
+// A digest of the sources that the library was built from (runtime/native/build.py).
 const char *mr_source_digest(void);
 
 // workspace.c, threads.c. Calls with different workspaces may run at the same time.

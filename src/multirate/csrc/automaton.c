@@ -1,5 +1,5 @@
 // A suffix automaton of a growing text [Blumer et al. 1985]. SuffixAutomaton
-// (decoding/suffix_automaton.py) is the same in Python and explains states, links and ends; tests
+// (decoding/speculate/suffix_automaton.py) is the same in Python and explains states, links and ends; tests
 // compare the two.
 //
 // Memory, in int32 arrays one after the other:

@@ -1,5 +1,5 @@
 // What followed the end of the text in other texts [REST, He et al. 2023]. GivenTexts
-// (decoding/given_texts.py) is the same in Python; tests compare the two.
+// (decoding/speculate/given_texts.py) is the same in Python; tests compare the two.
 #include "given.h"
 
 // The texts' tokens from `place` on against these: negative where they come before; at the end of

@@ -46,7 +46,7 @@ static int child_of(const SpeculativeStep *step, int node, int64_t token) {
 }
 
 // Down from the last token as long as the target model's own token is a child, or a child is
-// trusted (decoding/acceptance.py, Descent): only rows that are reached are read. Fills path, which
+// trusted (decoding/speculate/acceptance.py, Descent): only rows that are reached are read. Fills path, which
 // begins with node 0, and what is emitted after each of its nodes; returns their number, or -1 as
 // target_token. A child comes after its parent.
 static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified *rows,

@@ -1,5 +1,5 @@
 // The inner loops, as a table of functions. vectors/vectors.c has them and is compiled once for
-// each instruction set (model/native/build.py); weights/arch.c chooses a table at run time.
+// each instruction set (runtime/native/build.py); weights/arch.c chooses a table at run time.
 // Everything else is compiled for the oldest processors and calls these, for a row or a tile at a
 // time.
 //

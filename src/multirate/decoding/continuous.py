@@ -14,7 +14,7 @@ from multirate.decoding.plain import PlainStep
 from multirate.decoding.results import FinishReason
 from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 from multirate.torch_modes import own_modes
 
 REFILL_SHARE = 16

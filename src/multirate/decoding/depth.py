@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from multirate.decoding.session import Session
-from multirate.model.decoder import Decoder, LayerAdapter
+from multirate.runtime.decoder import Decoder, LayerAdapter
 
 LayerRange = tuple[int, int]
 """Layers [start, stop)."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from multirate.decoding.depth import DepthPolicy, LayerRange
 from multirate.decoding.session import Session
 from multirate.decoding.step import Hole, Step
-from multirate.model.decoder import Decoder, LayerAdapter
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder, LayerAdapter
+from multirate.runtime.rows import Rows
 
 KVOfSkippedLayers = Literal["propagate", "deferred", "none"]
 KV_OF_SKIPPED_LAYERS: tuple[KVOfSkippedLayers, ...] = ("propagate", "deferred", "none")

@@ -10,8 +10,8 @@ from multirate.decoding.results import GenerationOutput, OnTokens
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.model.decoder import Decoder
-from multirate.model.time_split import TimeSplit
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.time_split import TimeSplit
 from multirate.torch_modes import own_modes
 
 AfterStep = Callable[[Session, Step], None]

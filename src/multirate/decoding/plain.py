@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
-from multirate.model.rows import Rows
+from multirate.runtime.rows import Rows
 
 
 class PlainStep(Step):

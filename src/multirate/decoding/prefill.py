@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.model.decoder import Decoder, argmax_rows
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder, argmax_rows
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 PREFILL_ROWS = 1024
 """Maximum number of rows in one call; limits the memory of masks and activations. Longer texts are

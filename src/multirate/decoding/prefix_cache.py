@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from multirate.model.kv_cache import KVCache
+from multirate.runtime.kv_cache import KVCache
 
 MIN_SHARED = 8
 """With fewer common tokens the prompt is read from the start, because a chat template's first

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multirate.model.time_split import TimeSplit
+from multirate.runtime.time_split import TimeSplit
 
 FinishReason = Literal["eos", "stop_string", "length", "context"]
 OnTokens = Callable[[int, list[int]], None]  # (sequence, newly emitted tokens), for streaming

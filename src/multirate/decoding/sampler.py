@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.logits import SamplingSettings, adjusted, allowed
-from multirate.model.decoder import argmax_rows
-from multirate.model.noise import Noise, NoiseStream, noisy_argmax, with_noise
+from multirate.runtime.decoder import argmax_rows
+from multirate.runtime.noise import Noise, NoiseStream, noisy_argmax, with_noise
 
 
 class Sampler:
     """Chooses tokens for rows of logits, for draft and target alike.
 
     Every place in every sequence has its own random numbers, whoever asks for them and in whatever
-    order (model/noise.py). The chosen tokens therefore depend neither on the batch nor on drafts.
+    order (runtime/noise.py). The chosen tokens therefore depend neither on the batch nor on drafts.
 
     tokens[b]: prompt and emitted tokens of sequence b, including the last one.
     plain: tokens are the argmax of the logits.

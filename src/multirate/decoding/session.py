@@ -18,9 +18,9 @@ from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 _EAGER_SLOTS = (
     1024  # cache slots for new tokens allocated at once; the cache doubles when they are used up

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from multirate.decoding.costs import CostModel
 from multirate.decoding.session import Session
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
+from multirate.decoding.speculate.costs import CostModel
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
 
 
 @dataclass(frozen=True)

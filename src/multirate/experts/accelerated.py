@@ -12,11 +12,11 @@ from torch import Tensor
 from multirate.errors import UserError
 from multirate.experts.loader import Prediction
 from multirate.experts.predictors import NextLayerGate, Predictor, SelectExperts, likeliest
-from multirate.model.native.accelerated_residual import (
+from multirate.runtime.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )
-from multirate.model.native.moe import NativeMoEDecoder
+from multirate.runtime.native.moe import NativeMoEDecoder
 
 STREAM_ROWS = 16  # as in the kernel (predictors.h)
 

@@ -28,10 +28,10 @@ from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Pred
 from multirate.experts.reads import NativeReads
 from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.model.native import abi, library
-from multirate.model.native import expert_cache as c
-from multirate.model.native.accelerated_residual import NativeAcceleratedResidual
-from multirate.model.native.moe import KernelCall, NativeMoEDecoder
+from multirate.runtime.native import abi, library
+from multirate.runtime.native import expert_cache as c
+from multirate.runtime.native.accelerated_residual import NativeAcceleratedResidual
+from multirate.runtime.native.moe import KernelCall, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
     KeepNothing: "none",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.experts.shards import Shards
-from multirate.model.finite import first_not_finite
+from multirate.runtime.finite import first_not_finite
 
 ALIGNMENT = 4096  # what O_DIRECT asks of offsets, lengths and buffers, whatever the device
 FIELD_ALIGNMENT = 64

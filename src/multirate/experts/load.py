@@ -12,7 +12,13 @@ from multirate.experts.layout import NATIVE
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
-from multirate.hub import ACCELERATOR_FILES, LoadedModel, explained, find_device, model_files
+from multirate.loading.hub import (
+    ACCELERATOR_FILES,
+    LoadedModel,
+    explained,
+    find_device,
+    model_files,
+)
 from multirate.torch_modes import own_modes
 
 PREDICTOR = "predictor"
@@ -50,8 +56,8 @@ def _of_file(
     path: Path, name: str, experts: str | os.PathLike[str], place: torch.device, expand: bool
 ) -> LoadedModel:
     """Of a GGUF file."""
-    from multirate.gguf_models.file import GgufFile
-    from multirate.gguf_models.load import load_gguf
+    from multirate.loading.gguf.file import GgufFile
+    from multirate.loading.gguf.load import load_gguf
 
     with explained(f"model {path}"):
         store = ExpertStore.open(experts, GgufFile(path).identity())

@@ -26,7 +26,7 @@ from multirate.experts.loader import unreadable
 from multirate.experts.reader import Arena, RecordReader, Throttle
 from multirate.experts.reads import CHUNK, NativeReads, Reads, ThreadReads, reason
 from multirate.experts.store import ExpertStore
-from multirate.model.native import library
+from multirate.runtime.native import library
 
 _SPIN = 1e-3  # longer than a layer of a small model computes
 

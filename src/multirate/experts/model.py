@@ -30,21 +30,21 @@ from multirate.experts.predictors import (
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
 from multirate.experts.shards import Shards
 from multirate.experts.store import INDEX, ExpertStore
-from multirate.hub import resolve_accelerator
+from multirate.loading.hub import resolve_accelerator
 from multirate.methods.m2r2_experts.modules import ExpertPredictor
-from multirate.model.decoder import Decoder
-from multirate.model.finite import check_weights
-from multirate.model.hf.decoder import HFDecoder
-from multirate.model.hf.empty import empty_model
-from multirate.model.hf.inspect import find_parts
-from multirate.model.hf.parts import MoEParts
-from multirate.model.load import BACKENDS
-from multirate.model.native.accelerated_residual import (
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.finite import check_weights
+from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.hf.empty import empty_model
+from multirate.runtime.hf.inspect import find_parts
+from multirate.runtime.hf.parts import MoEParts
+from multirate.runtime.load import BACKENDS
+from multirate.runtime.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
 )
-from multirate.model.native.moe import NativeMoEDecoder
-from multirate.model.quantised import expand, is_quantised
+from multirate.runtime.native.moe import NativeMoEDecoder
+from multirate.runtime.quantised import expand, is_quantised
 from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name

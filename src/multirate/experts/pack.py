@@ -31,12 +31,12 @@ from multirate.experts.store import (
     StoreIndex,
     about_record,
 )
-from multirate.hub import GGUF, explained
 from multirate.io import held, parse_json, write_atomically
-from multirate.model.native import library
-from multirate.model.native.formats import BF16, format_named
-from multirate.model.native.moe import MOE_FAMILIES, expert_tiles
-from multirate.model.quantised import CHOICES, ON_LOAD, Weight
+from multirate.loading.hub import GGUF, explained
+from multirate.runtime.native import library
+from multirate.runtime.native.formats import BF16, format_named
+from multirate.runtime.native.moe import MOE_FAMILIES, expert_tiles
+from multirate.runtime.quantised import CHOICES, ON_LOAD, Weight
 
 _PARTIAL, _PROGRESS = "experts.bin.partial", "packing.json"
 _CHECKPOINT_BYTES = 256 << 20  # progress is written at least so often
@@ -136,8 +136,8 @@ def _folder(shards: Shards, layout: str, weights: str) -> _Source:
 
 def _gguf(path: Path, layout: str, weights: str) -> _Source:
     """Of a GGUF file."""
-    from multirate.gguf_models.experts import GgufExperts
-    from multirate.gguf_models.file import GgufFile
+    from multirate.loading.gguf.experts import GgufExperts
+    from multirate.loading.gguf.file import GgufFile
 
     if weights in ON_LOAD:
         raise UserError(

@@ -4,7 +4,7 @@ A record holds, one after the other and each from a cache line on,
 
     | gate and up | down | scales of gate and up | scales of down |
 
-packed by the functions that pack a dense layer (model/native/packing.py), or gate and up each by
+packed by the functions that pack a dense layer (runtime/native/packing.py), or gate and up each by
 itself where a file has them in different formats. Formats may differ from layer to layer; every
 record has the bytes of the largest. Layouts are the same on every processor; when one changes
 (csrc/weights/format.h), so does the version of stores (store.py).
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from multirate.experts.layout import whole_pages
-from multirate.model.native import abi, library
-from multirate.model.native.formats import BF16, COLUMN, WeightFormat
-from multirate.model.native.packing import HALF_GROUP, Owner, Slabs, gates_and_ups, lines, padded
-from multirate.model.quantised import Weight, dense
+from multirate.runtime.native import abi, library
+from multirate.runtime.native.formats import BF16, COLUMN, WeightFormat
+from multirate.runtime.native.packing import HALF_GROUP, Owner, Slabs, gates_and_ups, lines, padded
+from multirate.runtime.quantised import Weight, dense
 
 Formats = tuple[WeightFormat, WeightFormat, WeightFormat]
 """Of an expert's gate, up and down."""

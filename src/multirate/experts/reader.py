@@ -17,8 +17,8 @@ from torch import Tensor
 
 from multirate.errors import UserError
 from multirate.experts.layout import ALIGNMENT
-from multirate.model.native import abi
-from multirate.model.native.packing import HUGE_PAGE, large_pages
+from multirate.runtime.native import abi
+from multirate.runtime.native.packing import HUGE_PAGE, large_pages
 
 
 class Arena:

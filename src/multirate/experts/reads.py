@@ -20,7 +20,7 @@ import numpy as np
 from torch import Tensor
 
 from multirate.errors import UserError
-from multirate.model.native import abi, library
+from multirate.runtime.native import abi, library
 
 CHUNK = 1 << 20
 Fill = Callable[[int, int, int, int], None]

@@ -30,8 +30,8 @@ from multirate.experts.reader import Throttle
 from multirate.experts.reads import NativeReads, reason
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
-from multirate.model.native import abi
-from multirate.model.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder
+from multirate.runtime.native import abi
+from multirate.runtime.native.moe import ComputeExperts, KernelCall, KernelPasses, NativeMoEDecoder
 
 IMPLEMENTATION = "multirate"
 

@@ -34,9 +34,9 @@ from multirate.experts.layout import (
 )
 from multirate.experts.packed import PackedRecords
 from multirate.io import parse_json
-from multirate.model.native import library
-from multirate.model.native.formats import BF16, QUANTISED
-from multirate.model.native.moe import expert_tiles
+from multirate.runtime.native import library
+from multirate.runtime.native.formats import BF16, QUANTISED
+from multirate.runtime.native.moe import expert_tiles
 
 DATA, INDEX, VERIFIED = "experts.bin", "experts.json", "verified.json"
 FORMAT, VERSION = "multirate-experts", 2

@@ -27,9 +27,9 @@ from multirate.integration.settings import (
     read_request,
 )
 from multirate.methods import spec
-from multirate.model.decoder import DecoderInfo
-from multirate.model.load import BACKENDS
-from multirate.model.quantised import runnable
+from multirate.runtime.decoder import DecoderInfo
+from multirate.runtime.load import BACKENDS
+from multirate.runtime.quantised import runnable
 from multirate.training.checkpoint import Accelerator
 
 

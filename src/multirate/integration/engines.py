@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from multirate.engine import Engine, attach
 from multirate.generation_lock import lock_of
-from multirate.model.weight_watch import writes
+from multirate.runtime.weight_watch import writes
 
 if TYPE_CHECKING:
     from multirate.training.checkpoint import Accelerator

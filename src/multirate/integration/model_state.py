@@ -11,7 +11,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from multirate.integration.settings import Unsupported
-from multirate.model.hf.foreign_code import called, hooked
+from multirate.runtime.hf.foreign_code import called, hooked
 
 _RANDOM = ("drop", "jitter")
 """In the names of numbers by which transformers' modules are random while they train."""

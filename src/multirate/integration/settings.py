@@ -15,7 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
-from multirate.model.quantised import device_of
+from multirate.runtime.quantised import device_of
 
 CACHE_NAMES = ("cache", "past_key_values")
 """What `generate` calls the key/value cache: from transformers 5.24 on, and before."""

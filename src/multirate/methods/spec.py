@@ -21,16 +21,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from multirate.decoding.drafter import Drafter
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.drafter import Drafter
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.objective import Objective
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.stream_tracing import StreamTracer
-from multirate.methods.common.teacher import Teacher
-from multirate.model.decoder import Decoder
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.objective import Objective
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.stream_tracing import StreamTracer
+from multirate.methods._shared.teacher import Teacher
+from multirate.runtime.decoder import Decoder
 from multirate.torch_modes import building
 
 PLAIN = "autoregressive"
@@ -68,7 +68,7 @@ class Training:
     """Class of its modules, built as module(config, base)."""
     objective: Callable[..., Objective]
     """objective(teacher, modules): the `Objective` to minimise
-    (methods/common/objective.py).
+    (methods/_shared/objective.py).
     """
     configure: Callable[..., MethodConfig] | None = None
     """configure(base, **options): the config's defaults for a base. None: `config.for_base`."""

@@ -18,12 +18,12 @@ from safetensors.torch import load, save
 from torch import nn
 
 from multirate.errors import UserError
-from multirate.hub import PUBLISHED
 from multirate.io import write_atomically
-from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.shape import BaseShape
+from multirate.loading.hub import PUBLISHED
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import Published, Training, find_training, trainable
-from multirate.model.quantised import dense, device_of, weight_of
+from multirate.runtime.quantised import dense, device_of, weight_of
 from multirate.torch_modes import own_modes
 from multirate.training.custom_generate_loader import write_custom_generate
 from multirate.training.description import FORMAT, read_description
@@ -295,7 +295,7 @@ def _shape(tensor: torch.Tensor | None, otherwise: str) -> tuple[int, ...] | str
 
 
 def _folder(source: str | Path, model: Any) -> Path:
-    from multirate.hub import resolve_accelerator
+    from multirate.loading.hub import resolve_accelerator
 
     path = Path(source)
     return path if path.is_dir() else resolve_accelerator(source, model.config)

@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.chat_template import apply_template
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json, read_text
+from multirate.loading.chat_template import apply_template
 from multirate.training.own_tokens import Said, is_own, read_said, said_by, samples_of
 
 ACCEPTED = (

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import nn
 
-from multirate.model.quantised import quantised_weights
+from multirate.runtime.quantised import quantised_weights
 
 SAMPLES = 64
 

@@ -26,15 +26,15 @@ from torch import Tensor, nn
 
 import multirate
 from multirate.errors import Diverged, UserError
-from multirate.hub import load_model
 from multirate.io import held
-from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.objective import Report, Summary
-from multirate.methods.common.teacher import Known, Teacher
+from multirate.loading.hub import load_model
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.objective import Report, Summary
+from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
-from multirate.model.attention_kernels import kernels_of_any_shape
-from multirate.model.load import load_decoder
-from multirate.model.quantised import expanded, is_quantised
+from multirate.runtime.attention_kernels import kernels_of_any_shape
+from multirate.runtime.load import load_decoder
+from multirate.runtime.quantised import expanded, is_quantised
 from multirate.torch_modes import own_modes
 from multirate.training.checkpoint import Accelerator, describe_base
 from multirate.training.data import (

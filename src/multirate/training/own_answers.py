@@ -18,7 +18,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json, spread
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 from multirate.training.data import normalised, read_conversations, render_prompt
 from multirate.training.own_tokens import ANSWERS, MARK, Said, is_own, text_of
 from multirate.training.record_file import Records, beginning_of, foreign, look_at

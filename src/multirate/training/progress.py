@@ -10,8 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from multirate.methods.common.distillation import simulated_tokens_per_step
-from multirate.methods.common.objective import Summary
+from multirate.methods._shared.distillation import simulated_tokens_per_step
+from multirate.methods._shared.objective import Summary
 from multirate.training.pace import SAY_EVERY, duration
 
 

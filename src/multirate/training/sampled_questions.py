@@ -17,13 +17,13 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any
 
-from multirate.chat_template import apply_template
 from multirate.decoding.continuous import Finished, generate_continuously
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json
-from multirate.model.decoder import Decoder
+from multirate.loading.chat_template import apply_template
+from multirate.runtime.decoder import Decoder
 from multirate.training.question_filter import QuestionFilter
 from multirate.training.record_file import Records, foreign, look_at
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from multirate.errors import MOST_SEED
-from multirate.methods.common.config import MethodConfig
+from multirate.methods._shared.config import MethodConfig
 
 MOST_RATE = 1e30
 

@@ -32,9 +32,9 @@ import torch
 from multirate.decoding.prefill import read_in_pieces
 from multirate.errors import UserError
 from multirate.io import locked, parse_json, write_atomically, written_elsewhere
-from multirate.methods.common.distillation import TopTokens
-from multirate.methods.common.teacher import Known
-from multirate.model.decoder import Decoder
+from multirate.methods._shared.distillation import TopTokens
+from multirate.methods._shared.teacher import Known
+from multirate.runtime.decoder import Decoder
 from multirate.training.data import Sample
 
 INDEX = "teacher_states.json"

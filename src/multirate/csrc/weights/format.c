@@ -3,7 +3,7 @@
 #include <math.h>
 #include <string.h>
 
-// Python reads the table by this and the functions below (model/native/formats.py).
+// Python reads the table by this and the functions below (runtime/native/formats.py).
 int mr_format_piece(int format) {
     return formats[format].piece;
 }

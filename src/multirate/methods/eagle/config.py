@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.feature_config import FeatureConfig
-from multirate.methods.common.stream_config import StreamDecodeConfig
+from multirate.methods._shared.feature_config import FeatureConfig
+from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 
 @dataclass(frozen=True)

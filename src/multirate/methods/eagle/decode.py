@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.feature_runner import NativeFeatureRunner
-from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.feature_runner import NativeFeatureRunner
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle.config import EagleDecodeConfig
 from multirate.methods.eagle.modules import EagleLayer
-from multirate.model.decoder import Decoder
-from multirate.model.native.packing import Owner
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native.packing import Owner
 
 
 class NativeEagleRunner(NativeFeatureRunner):

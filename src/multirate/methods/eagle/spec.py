@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multirate.methods.common.stream_config import TUNABLE
+from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle.config import EagleConfig, EagleDecodeConfig
 from multirate.methods.eagle.decode import EagleDrafter
 from multirate.methods.eagle.modules import EagleLayer

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.distillation import distil
-from multirate.methods.common.feature_loss import feature_distances, uniform_noise
-from multirate.methods.common.feature_objective import FeatureObjective
-from multirate.methods.common.least_squares import LeastSquares, direction
-from multirate.methods.common.objective import Report, shift
-from multirate.methods.common.teacher import Known, Teacher
+from multirate.methods._shared.distillation import distil
+from multirate.methods._shared.feature_loss import feature_distances, uniform_noise
+from multirate.methods._shared.feature_objective import FeatureObjective
+from multirate.methods._shared.least_squares import LeastSquares, direction
+from multirate.methods._shared.objective import Report, shift
+from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.eagle.modules import EagleLayer
 
 NOISE = 0.2

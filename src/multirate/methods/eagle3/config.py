@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
 
-from multirate.methods.common.feature_config import FeatureConfig
-from multirate.methods.common.shape import BaseShape
-from multirate.methods.common.stream_config import StreamDecodeConfig
+from multirate.methods._shared.feature_config import FeatureConfig
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 TAPS = 3
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.feature_runner import NativeFeatureRunner
-from multirate.methods.common.packed_taps import PackedTaps
-from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.feature_runner import NativeFeatureRunner
+from multirate.methods._shared.packed_taps import PackedTaps
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3DecodeConfig
 from multirate.methods.eagle3.modules import Eagle3Layer
-from multirate.model.decoder import Decoder
-from multirate.model.native.packing import Owner
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native.packing import Owner
 
 
 class NativeEagle3Runner(NativeFeatureRunner):

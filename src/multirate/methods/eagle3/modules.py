@@ -18,12 +18,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from multirate.methods.common.feature_stream import FeatureStream
-from multirate.methods.common.layers import RMSNorm
-from multirate.methods.common.reduced_head import spread_over
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.methods._shared.layers import RMSNorm
+from multirate.methods._shared.reduced_head import spread_over
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.eagle3.config import Eagle3Config
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 
 class Eagle3Layer(FeatureStream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from multirate.methods.common.stream_config import TUNABLE
+from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle3 import speculators
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.decode import Eagle3Drafter

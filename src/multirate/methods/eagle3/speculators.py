@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from multirate.errors import UserError
 from multirate.io import parse_json, write_atomically
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.eagle3.config import Eagle3Config
 from multirate.methods.eagle3.modules import Eagle3Layer
 

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.distillation import distil
-from multirate.methods.common.feature_objective import FeatureObjective
-from multirate.methods.common.least_squares import LeastSquares
-from multirate.methods.common.objective import Report, shift
-from multirate.methods.common.teacher import Known, Teacher
+from multirate.methods._shared.distillation import distil
+from multirate.methods._shared.feature_objective import FeatureObjective
+from multirate.methods._shared.least_squares import LeastSquares
+from multirate.methods._shared.objective import Report, shift
+from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.eagle3.modules import Eagle3Layer
 
 _STARTING_BATCHES = 8

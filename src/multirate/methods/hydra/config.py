@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.config import DraftWeights, MethodConfig
-from multirate.methods.common.joined_drafter import JoinedConfig
-from multirate.methods.common.reduced_head import default_draft_vocab
-from multirate.methods.common.shape import BaseShape
+from multirate.decoding.speculate.drafter import MAX_TREE_NODES
+from multirate.methods._shared.config import DraftWeights, MethodConfig
+from multirate.methods._shared.joined_drafter import JoinedConfig
+from multirate.methods._shared.reduced_head import default_draft_vocab
+from multirate.methods._shared.shape import BaseShape
 
 
 @dataclass(frozen=True)

@@ -12,16 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
-from multirate.methods.common.draft_tree import DraftTree
-from multirate.methods.common.heads_drafter import HeadsDrafter
+from multirate.decoding.speculate.drafter import Draft, Verified
+from multirate.methods._shared.draft_tree import DraftTree
+from multirate.methods._shared.heads_drafter import HeadsDrafter
 from multirate.methods.hydra.config import HydraDecodeConfig
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import NativeHydraRunner
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 _ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attention
 

@@ -12,24 +12,24 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.heads_runner import HeadsRunner
-from multirate.methods.common.packed_layer import packed_layer
-from multirate.methods.common.recorded_runner import Likeliest, likeliest_of, top_rows
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.heads_runner import HeadsRunner
+from multirate.methods._shared.packed_layer import packed_layer
+from multirate.methods._shared.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.hydra.modules import HydraHeads
-from multirate.model.cuda.decoder import GraphedDecoder
-from multirate.model.cuda.recorded_rows import StaticSlots
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder, abi
-from multirate.model.native.cache import NativeKVCache
-from multirate.model.native.formats import draft_format
-from multirate.model.native.own_layer import tiles
-from multirate.model.native.packing import Owner
-from multirate.model.noise import Noise
-from multirate.model.rows import Rows
-from multirate.model.transfer import to_device
+from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.cuda.recorded_rows import StaticSlots
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.native import NativeDecoder, abi
+from multirate.runtime.native.cache import NativeKVCache
+from multirate.runtime.native.formats import draft_format
+from multirate.runtime.native.own_layer import tiles
+from multirate.runtime.native.packing import Owner
+from multirate.runtime.noise import Noise
+from multirate.runtime.rows import Rows
+from multirate.runtime.transfer import to_device
 
 
 class HydraRunner(HeadsRunner):

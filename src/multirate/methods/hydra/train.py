@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.heads_objective import HeadsObjective, RowsBefore, taught_rows
-from multirate.methods.common.least_squares import LeastSquares, enough
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods._shared.heads_objective import HeadsObjective, RowsBefore, taught_rows
+from multirate.methods._shared.least_squares import LeastSquares, enough
+from multirate.methods._shared.teacher import SlowPass, Teacher
 from multirate.methods.hydra.modules import HydraHeads
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from multirate.methods.common.feature_config import OwnAttentionConfig
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.feature_config import OwnAttentionConfig
+from multirate.methods._shared.shape import BaseShape
 
 
 @dataclass(frozen=True)

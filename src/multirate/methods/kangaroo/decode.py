@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from multirate.methods.common.stream_config import MAX_DEPTH, StreamDecodeConfig
-from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods._shared.stream_config import MAX_DEPTH, StreamDecodeConfig
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.runner import make_runner
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from multirate.methods.common.layers import OwnAttention, RMSNorm
-from multirate.methods.common.reduced_head import first_tokens
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.layers import OwnAttention, RMSNorm
+from multirate.methods._shared.reduced_head import first_tokens
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
-from multirate.model.cuda.recorded_rows import StaticSlots
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.cuda.recorded_rows import StaticSlots
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 
 class KangarooAdapter(nn.Module):

@@ -10,19 +10,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.draft_level import Level
-from multirate.methods.common.draft_runner import DraftRunner, NativeDraftRunner
-from multirate.methods.common.packed_layer import packed_layer
-from multirate.methods.common.reduced_head import limited_to
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.draft_level import Level
+from multirate.methods._shared.draft_runner import DraftRunner, NativeDraftRunner
+from multirate.methods._shared.packed_layer import packed_layer
+from multirate.methods._shared.reduced_head import limited_to
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.native import NativeDecoder
-from multirate.model.native.formats import draft_format
-from multirate.model.native.own_layer import tiles
-from multirate.model.native.packing import Owner
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.native.formats import draft_format
+from multirate.runtime.native.own_layer import tiles
+from multirate.runtime.native.packing import Owner
 
 
 class KangarooRunner(DraftRunner):

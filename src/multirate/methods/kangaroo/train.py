@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.distillation import Distilled, distil
-from multirate.methods.common.objective import Objective, Report, Term
-from multirate.methods.common.teacher import Known, Teacher
+from multirate.methods._shared.distillation import Distilled, distil
+from multirate.methods._shared.objective import Objective, Report, Term
+from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.kangaroo.modules import KangarooAdapter
 
 

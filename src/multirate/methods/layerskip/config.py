@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
+from multirate.methods._shared.config import MethodConfig
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter
 from multirate.methods.layerskip.config import LayerSkipConfig
-from multirate.model.decoder import Decoder, argmax_rows
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder, argmax_rows
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 
 class LayerSkipDrafter(Drafter):

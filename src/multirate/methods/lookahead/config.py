@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.config import MethodConfig
+from multirate.decoding.speculate.drafter import MAX_TREE_NODES
+from multirate.methods._shared.config import MethodConfig
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
 from multirate.methods.lookahead.config import LookaheadConfig
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
 
 _FIRST_WINDOW_SEED = 0
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.shape import BaseShape
 
 PRESETS = ("m2r2", "m2r2-carry")
 MOST_TAPS = 4  # the kernel's MAX_TAPS

@@ -5,16 +5,16 @@ from __future__ import annotations
 import copy
 
 from multirate.errors import UserError
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.draft_grower import Trusting
-from multirate.methods.common.stream_drafter import StreamDrafter
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_grower import Trusting
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native import NativeDecoder
 
 
 class M2R2Drafter(StreamDrafter):

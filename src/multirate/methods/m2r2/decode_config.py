@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from multirate.methods.common.stream_config import StreamDecodeConfig
-from multirate.model.rows import MAX_TREE_BIT
+from multirate.methods._shared.stream_config import StreamDecodeConfig
+from multirate.runtime.rows import MAX_TREE_BIT
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,13 @@ from torch import Tensor
 from multirate.decoding.depth import DepthPolicy, Leaving
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.decoding.session import Session
-from multirate.decoding.speculative import SpeculativeStep
+from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
 from multirate.methods.m2r2.decode import M2R2Drafter, arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.decoder import Decoder, LayerAdapter
+from multirate.runtime.decoder import Decoder, LayerAdapter
 
 
 def step_of(decoder: Decoder, stream: AcceleratedStream, config: M2R2DecodeConfig) -> Step:

@@ -25,15 +25,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from multirate.methods.common.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
-from multirate.methods.common.reduced_head import first_tokens, limited_to
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods._shared.reduced_head import first_tokens, limited_to
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
-from multirate.model.cuda.recorded_rows import StaticSlots
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.cuda.recorded_rows import StaticSlots
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 
 class LowRank(nn.Module):

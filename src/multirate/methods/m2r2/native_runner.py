@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.draft_runner import NativeDraftRunner
-from multirate.methods.common.packed_taps import PackedTaps
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.draft_runner import NativeDraftRunner
+from multirate.methods._shared.packed_taps import PackedTaps
 from multirate.methods.m2r2.modules import AcceleratedStream, GateBlock
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.model.native import NativeDecoder, abi, library
-from multirate.model.native.adapters import AdapterPack
-from multirate.model.native.formats import draft_format, mixing_format
-from multirate.model.native.own_layer import OwnLayer, tiles
-from multirate.model.native.packing import Owner
+from multirate.runtime.native import NativeDecoder, abi, library
+from multirate.runtime.native.adapters import AdapterPack
+from multirate.runtime.native.formats import draft_format, mixing_format
+from multirate.runtime.native.own_layer import OwnLayer, tiles
+from multirate.runtime.native.packing import Owner
 
 
 class NativeStreamRunner(NativeDraftRunner, StreamRunner):

@@ -11,13 +11,13 @@ import copy
 
 from torch import Tensor
 
-from multirate.methods.common.draft_level import Level
-from multirate.methods.common.draft_runner import DraftRunner
+from multirate.methods._shared.draft_level import Level
+from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.cuda.recorded_rows import StaticSlots
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.cuda.recorded_rows import StaticSlots
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 
 class StreamRunner(DraftRunner):

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multirate.methods.common.stream_tracing import Interval, StreamTracer
+from multirate.methods._shared.stream_tracing import Interval, StreamTracer
 from multirate.methods.m2r2.decode import arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 
 class M2R2Tracer(StreamTracer):

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods.common.distillation import Distilled, distil
-from multirate.methods.common.feature_loss import feature_distances, uniform_noise
-from multirate.methods.common.layers import KeysValues
-from multirate.methods.common.least_squares import LeastSquares, direction
-from multirate.methods.common.objective import (
+from multirate.methods._shared.distillation import Distilled, distil
+from multirate.methods._shared.feature_loss import feature_distances, uniform_noise
+from multirate.methods._shared.layers import KeysValues
+from multirate.methods._shared.least_squares import LeastSquares, direction
+from multirate.methods._shared.objective import (
     Objective,
     Report,
     Term,
@@ -29,7 +29,7 @@ from multirate.methods.common.objective import (
     shift,
     step_weight,
 )
-from multirate.methods.common.teacher import Known, SlowPass, Teacher
+from multirate.methods._shared.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2.modules import AcceleratedStream
 
 TAP_BATCHES = 8

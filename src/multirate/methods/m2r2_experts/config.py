@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from multirate.errors import UserError
-from multirate.methods.common.config import MethodConfig
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.shape import BaseShape
 
 
 @dataclass(frozen=True)

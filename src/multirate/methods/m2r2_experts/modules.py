@@ -38,7 +38,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2_experts.config import ExpertPredictorConfig
 
 Routing = tuple[Tensor, Tensor]

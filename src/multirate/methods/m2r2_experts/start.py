@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multirate.methods.common.teacher import Teacher
+from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2_experts.modules import ExpertPredictor, Routing
-from multirate.model.hf.parts import LayerParts
+from multirate.runtime.hf.parts import LayerParts
 
 RIDGE = 1e-3
 """Of the features' mean square: rows hardly seen keep what was drawn for them."""

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from multirate.errors import UserError
-from multirate.methods.common.distillation import Distilled
-from multirate.methods.common.objective import Objective, Report, Term, step_weight
-from multirate.methods.common.teacher import Known, SlowPass, Teacher
+from multirate.methods._shared.distillation import Distilled
+from multirate.methods._shared.objective import Objective, Report, Term, step_weight
+from multirate.methods._shared.teacher import Known, SlowPass, Teacher
 from multirate.methods.m2r2_experts.modules import Arrival, ExpertPredictor, Onward, Routing
-from multirate.model.hf.parts import MoEParts
+from multirate.runtime.hf.parts import MoEParts
 
 MEMBERSHIP = 0.5
 """Loss weight of being among a token's experts; none with attention, where it lowers recall."""

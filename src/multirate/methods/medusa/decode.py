@@ -9,17 +9,17 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Verified
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Verified
 from multirate.errors import UserError
-from multirate.methods.common.heads_drafter import HeadsDrafter
-from multirate.methods.common.recorded_runner import Likeliest
+from multirate.methods._shared.heads_drafter import HeadsDrafter
+from multirate.methods._shared.recorded_runner import Likeliest
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import NativeMedusaRunner
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
-from multirate.model.noise import Noise
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.noise import Noise
 
 
 class MedusaDrafter(HeadsDrafter):

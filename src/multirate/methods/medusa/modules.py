@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from multirate.methods.common.layers import zero_linear
-from multirate.methods.common.reduced_head import first_tokens
-from multirate.methods.common.shape import BaseShape
+from multirate.methods._shared.layers import zero_linear
+from multirate.methods._shared.reduced_head import first_tokens
+from multirate.methods._shared.shape import BaseShape
 from multirate.methods.medusa.config import MedusaConfig
 
 

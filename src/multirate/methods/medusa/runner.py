@@ -9,16 +9,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods.common.config import DraftWeights
-from multirate.methods.common.draft_head import DraftHead
-from multirate.methods.common.heads_runner import HeadsRunner
-from multirate.methods.common.recorded_runner import Likeliest, likeliest_of, top_rows
+from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.heads_runner import HeadsRunner
+from multirate.methods._shared.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.medusa.modules import MedusaHeads
-from multirate.model.decoder import Decoder
-from multirate.model.native import NativeDecoder
-from multirate.model.native.formats import draft_format
-from multirate.model.native.packing import Owner
-from multirate.model.noise import Noise
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native import NativeDecoder
+from multirate.runtime.native.formats import draft_format
+from multirate.runtime.native.packing import Owner
+from multirate.runtime.noise import Noise
 
 
 class MedusaRunner(HeadsRunner):

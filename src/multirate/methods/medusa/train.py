@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from multirate.methods.common.heads_objective import HeadsObjective, RowsBefore
-from multirate.methods.common.teacher import SlowPass, Teacher
+from multirate.methods._shared.heads_objective import HeadsObjective, RowsBefore
+from multirate.methods._shared.teacher import SlowPass, Teacher
 from multirate.methods.medusa.modules import MedusaHeads
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.config import MethodConfig
+from multirate.methods._shared.config import MethodConfig
 
 MOST_TOKENS = 4096
 """Upper limit of `tokens`; each drafted token needs a row of the head's outputs in memory."""

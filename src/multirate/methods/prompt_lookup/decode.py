@@ -4,10 +4,10 @@ training.
 
 from __future__ import annotations
 
-from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.text_drafter import TextDrafter
+from multirate.methods._shared.lookup import Lookup
+from multirate.methods._shared.text_drafter import TextDrafter
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 
 class PromptLookupDrafter(TextDrafter):

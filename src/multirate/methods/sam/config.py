@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.config import MethodConfig
+from multirate.methods._shared.config import MethodConfig
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from multirate.methods.common.lookup import Lookup
-from multirate.methods.common.text_drafter import TextDrafter
+from multirate.methods._shared.lookup import Lookup
+from multirate.methods._shared.text_drafter import TextDrafter
 from multirate.methods.sam.config import SAMConfig
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 
 class SAMDrafter(TextDrafter):

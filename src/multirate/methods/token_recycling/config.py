@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.decoding.drafter import MAX_TREE_NODES
-from multirate.methods.common.joined_drafter import JoinedConfig
+from multirate.decoding.speculate.drafter import MAX_TREE_NODES
+from multirate.methods._shared.joined_drafter import JoinedConfig
 
 STATIC_TREE = (4, 4, 3, 2)
 """Nodes of a draft at depth 1, 2, …"""

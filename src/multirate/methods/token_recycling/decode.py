@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
 from multirate.methods.token_recycling.config import STATIC_TREE, TokenRecyclingConfig
-from multirate.model.decoder import Decoder
-from multirate.model.kv_cache import KVCache
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
 
 _MEMORY = 0.995  # of rates, by token: about the last two hundred
 _FIRST_RATE, _FALLING, _GUESSED = 0.35, 0.5, 20.0

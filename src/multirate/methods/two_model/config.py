@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from multirate.methods.common.joined_drafter import JoinedConfig
+from multirate.methods._shared.joined_drafter import JoinedConfig
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from multirate.decoding.drafter import Draft, Drafter, Verified
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
 from multirate.methods.two_model.config import TwoModelConfig
-from multirate.model.decoder import Decoder, argmax_rows
-from multirate.model.kv_cache import KVCache
-from multirate.model.rows import Rows
+from multirate.runtime.decoder import Decoder, argmax_rows
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
 
 _PIECE = 1024  # rows of one pass over text that was not read yet
 _SHORT = 4  # unread tokens of a sequence that are read in the pass that drafts

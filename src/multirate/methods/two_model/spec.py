@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from multirate.decoding.drafter import Drafter
+from multirate.decoding.speculate.drafter import Drafter
 from multirate.errors import UserError
 from multirate.methods.spec import MethodSpec, SecondModel, register
 from multirate.methods.two_model.config import TwoModelConfig
 from multirate.methods.two_model.decode import TwoModelDrafter
 from multirate.methods.two_model.tokenizers import check_same
-from multirate.model.decoder import Decoder
+from multirate.runtime.decoder import Decoder
 
 _NAME = "two_model"
 

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts, verification, acceptance, and how much to draft."""

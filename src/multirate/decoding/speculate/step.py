@@ -1,0 +1,292 @@
+"""Speculative decoding as a step: draft, verify all rows in one pass, accept, commit. Independent
+of the method.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from multirate.decoding.session import Session
+from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
+from multirate.decoding.speculate.budget import DraftLengthController
+from multirate.decoding.speculate.costs import CostModel
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.step import Step
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.rows import Rows
+
+Watch = Callable[[int, Draft, Sequence[int]], None]
+"""watch(sequence, its draft, for each emitted token the node it came from, 0 for one that the
+target chose).
+"""
+
+
+class SpeculativeStep(Step):
+    """Drafts of `drafter`, verified by the target model, except for tokens that the drafter accepts
+    unverified.
+
+    watch: called after every step with what became of the draft; None: not called.
+
+    Nodes in `Draft.trusted` are emitted when they are reached, whatever the target would choose.
+    Their deeper layers run in the same pass as the verified rows, so K/V stay exact. The text of a
+    lossy step depends on nothing that is timed: `adapt` does nothing.
+
+    If the drafter can run a whole step in one call (`Drafter.fused_steps`), it does: the same
+    tokens, faster. Watched steps are never fused. Other drafts of one sequence are verified in one
+    call if the decoder can (`Decoder.verify_draft`).
+    """
+
+    tells_split = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.slots = drafter.max_nodes + 1
+        self.taps = drafter.taps
+        self.lossless = drafter.lossless
+        if any(tap < drafter.start for tap in drafter.taps):
+            raise ValueError(
+                f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"
+            )
+        self.watch: Watch | None = None
+        self._controller: DraftLengthController | None = None
+        self._adapts = False
+        # of the step under way, by sequence; none where the controller has not chosen it
+        self._matched: dict[int, int] = {}
+
+    @property
+    def looks_up(self) -> bool:  # type: ignore[override]
+        return self.drafter.looks_up
+
+    def begin(self, session: Session, resumed: bool) -> None:
+        if self._controller is not None:
+            self._controller.pause()
+        self.drafting_seconds = 0.0
+        begin = self.drafter.resume if resumed else self.drafter.begin
+        begin(session.cache, session.sampler)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return self.drafter.usable(cache, length)
+
+    def prefilled(
+        self,
+        session: Session,
+        seqs: Sequence[int],
+        hidden: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        # the first token has been emitted already; a drafter is told of the prompt alone
+        prompts = [session.prompts[b] for b in seqs]
+        self.drafter.prefill(seqs, prompts, hidden, taps)
+
+    def finish(self, session: Session) -> None:
+        session.stats.refused = self.drafter.refused
+
+    def costs(self, decoder: Decoder) -> CostModel | None:
+        return self.drafter.costs(decoder) if self.lossless else None
+
+    def adapt(self, decoder: Decoder, on: bool) -> bool:
+        if not self.lossless:
+            return False
+        self.drafter.rests, self.drafter.worth = on, None
+        self._adapts = on and not self.drafter.adapts
+        if self._adapts and self._controller is None:
+            costs = self.drafter.costs(decoder).costs
+            self._controller = DraftLengthController(
+                costs,
+                self.drafter.max_nodes,
+                expected=self.drafter.expected,
+                longest=self.drafter.longest,
+            )
+        return on
+
+    def expect(self, rates: Sequence[float]) -> None:
+        self.drafter.expected = tuple(rates)
+
+    def run(self, session: Session) -> None:
+        seqs = session.active
+        limits = [session.stops.remaining(b) - 1 for b in seqs]
+        fuses = self.watch is None and not session.sampler.settings.uses_context
+        self._matched = {}
+        if self._controller is not None and self._adapts:
+            self.drafter.worth = self._controller.thresholds(len(seqs))[1]
+            behind = self.drafter.behind(seqs)
+            matched = self.drafter.matched(seqs)
+            self._matched = dict(zip(seqs, matched, strict=True))
+            plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
+            if not plan.stream:
+                limits = [0] * len(seqs)
+        if fuses and self._run_fused(session, seqs, limits):
+            return
+        cache, stops = session.cache, session.stops
+        last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
+        begin = time.perf_counter()
+        drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
+        drafts = [
+            draft.cut(limit, self.drafter.max_nodes)
+            for draft, limit in zip(drafts, limits, strict=True)
+        ]
+        self.drafting_seconds += time.perf_counter() - begin
+        whole = self._verify_whole(session, seqs, last_tokens, drafts)
+        found = self._verify(session, seqs, last_tokens, drafts) if whole is None else [whole]
+        for b, draft, verified, bonus in found:
+            path = verified.path
+            kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
+            self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
+            levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
+            session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
+            self._count(b, len(path), levels, len(draft.tokens))
+            if self.watch is not None:
+                self.watch(b, draft, [*path[1:], 0][:kept])
+            # the last token emitted is not in the cache yet: it enters with the next step
+            verified.path = path[:kept]
+            if whole is None:
+                length = cache.lengths[b]
+                cache.keep(b, [length + node for node in verified.path])
+            else:
+                cache.commit(b, kept)
+            if stops.reasons[b] is None:
+                begin = time.perf_counter()
+                self.drafter.accept(b, verified)
+                self.drafting_seconds += time.perf_counter() - begin
+
+    def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
+        if self._controller is not None and seq in self._matched:
+            self._controller.emitted(emitted, levels, nodes, self._matched[seq])
+
+    def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
+        """Counts `kept` emitted tokens, `trusted` of them accepted unverified."""
+        if not self.drafter.lossless:
+            session.stats.count_exits(self.drafter.start, trusted)
+            session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
+
+    def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
+        """Runs each active sequence's step in one call, if the drafter can."""
+        last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
+        every = self.drafter.fused_steps(seqs, last_tokens, limits)
+        if every is None:
+            return False
+        for b, done in zip(seqs, every, strict=True):
+            self._count(b, len(done.tokens), done.levels, done.drafted)
+            kept = session.emit(b, done.tokens)
+            self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+            session.cache.commit(b, kept)
+            session.stats.count_draft(
+                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
+            )
+        return True
+
+    def _verify_whole(
+        self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
+    ) -> tuple[int, Draft, Verified, int] | None:
+        """Verifies the only active sequence's draft in one call and leaves its K/V in place;
+        otherwise as `_verify`. None: that is not possible, and nothing has changed.
+        """
+        drafter, sampler, draft = self.drafter, session.sampler, drafts[0]
+        if len(seqs) > 1 or drafter.taps or draft.trusted or not sampler.by_argmax:
+            return None
+        draft.check()
+        seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]
+        done = session.decoder.verify_draft(
+            session.cache,
+            seq,
+            tokens,
+            draft.parents,
+            None if sampler.plain else sampler.noise(seq),
+            drafter.top,
+            draft.hidden,
+            drafter.start,
+        )
+        if done is None:
+            return None
+        verified = Verified(done.path, tokens, done.hidden, top=done.best)
+        return seq, draft, verified, done.tokens[-1]
+
+    def _verify(
+        self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
+    ) -> list[tuple[int, Draft, Verified, int]]:
+        """Runs all last tokens and nodes through layers [start, L), sequence after sequence in one
+        pass.
+
+        Returns for each sequence its number, its draft, what verification found, and the bonus
+        token.
+        """
+        decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
+        counts = [len(draft.tokens) + 1 for draft in drafts]
+        lengths = session.cache.lengths
+        parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
+        rows = Rows.concat(parts)
+        simple = sampler.by_argmax and not drafter.top
+        x: Tensor | None = None
+        ids: list[int] | None = None
+        taps: Mapping[int, Tensor] = {}
+        reached = 0
+        if simple and not drafter.taps and all(draft.hidden is None for draft in drafts):
+            # nobody has run a layer of any row yet: one pass runs all of them
+            pairs = zip(last_tokens, drafts, strict=True)
+            ids = [token for last, draft in pairs for token in (last, *draft.tokens)]
+        else:
+            x = self._entering(session, last_tokens, drafts, parts)
+            # below the last tap layer by layer, above it in one piece
+            reached = max(drafter.taps, default=drafter.start)
+            x, taps = decoder.layers_with_taps(
+                x, rows, drafter.start, reached, session.cache, drafter.taps
+            )
+        best: list[list[int]] | None = None
+        if simple:
+            noise = None
+            if not sampler.plain:
+                pairs_of = zip(seqs, drafts, strict=True)
+                noise = [sampler.noise(b, ahead) for b, draft in pairs_of for ahead in draft.depths]
+            hidden, target = decoder.next_tokens(rows, session.cache, ids, x, reached, noise)
+            verdicts: list[Verdict] = [
+                accept_greedy(draft, part)
+                for draft, part in zip(drafts, split(target, counts), strict=True)
+            ]
+        else:
+            assert x is not None
+            hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
+            logits = decoder.logits(hidden)
+            if drafter.top:
+                best = decoder.top_tokens(logits, drafter.top)
+            verdicts = accept_chosen(sampler, seqs, drafts, logits)
+        found, begin = [], 0
+        for b, last, draft, (path, bonus), count in zip(
+            seqs, last_tokens, drafts, verdicts, counts, strict=True
+        ):
+            part = slice(begin, begin + count)
+            verified = Verified(
+                path,
+                [last, *draft.tokens],
+                hidden[part],
+                {layer: states[part] for layer, states in taps.items()},
+                None if best is None else best[part],
+            )
+            found.append((b, draft, verified, bonus))
+            begin += count
+        return found
+
+    def _entering(
+        self,
+        session: Session,
+        last_tokens: list[int],
+        drafts: list[Draft],
+        parts: list[Rows],
+    ) -> Tensor:
+        """Residuals [N, d] of all last tokens and nodes as they enter layer `start`."""
+        bare = [i for i, draft in enumerate(drafts) if draft.hidden is None]
+        entering: list[Tensor | None] = [draft.hidden for draft in drafts]
+        if bare:
+            # these drafters left embedding and the layers below `start` to us: one call for all of
+            # them
+            ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
+            bare_parts = [parts[i] for i in bare]
+            x = session.forward(ids, Rows.concat(bare_parts), stop=self.drafter.start)
+            for i, part in zip(bare, x.split([len(p) for p in bare_parts]), strict=True):
+                entering[i] = part
+        hidden = [part for part in entering if part is not None]
+        return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

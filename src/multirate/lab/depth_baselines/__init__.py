@@ -1,0 +1,1 @@
+"""Published methods that skip layers. One folder per method, as in methods/."""

@@ -1,0 +1,139 @@
+"""Exits that are trained to predict the last layer's token: objective and depth policy of the
+methods that put a small module between the residual at an exit and the shared head.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from multirate.errors import UserError
+from multirate.lab.depth_baselines._shared.exit_head import ExitHead
+from multirate.lab.depth_baselines._shared.exits import ScoredExits
+from multirate.methods._shared.distillation import Distilled, distil
+from multirate.methods._shared.objective import Objective, Report, Term
+from multirate.methods._shared.teacher import Known, Teacher
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.native import NativeDecoder
+
+
+class ExitMaps(nn.Module):
+    """The trained modules that prepare a residual at an exit, for training and in torch; the base
+    is frozen.
+
+    exits: layers after which there is one, increasing. draft_tokens: int64 ids of a reduced head's
+    rows, increasing; None: the full head.
+    """
+
+    exits: tuple[int, ...]
+    draft_tokens: Tensor | None
+
+    @abstractmethod
+    def forward(self, exit: int, hidden: Tensor) -> Tensor:
+        """Residuals [..., d] after `exit` layers → what the final norm and the head read [..., d],
+        float32.
+        """
+
+    @abstractmethod
+    def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
+        """The same in the kernel's form, as exact as the model's own weights."""
+
+    def of(self, decoder: Decoder) -> Callable[[int, Tensor], Tensor]:
+        """The same as this decoder runs it fastest, in the residuals' dtype."""
+        if isinstance(decoder, NativeDecoder):
+            return self.packed(decoder)
+        maps = self.to(decoder.info.device)
+        return lambda exit, hidden: maps(exit, hidden).to(hidden.dtype)
+
+
+class MultiExitObjective(Objective):
+    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows (LITE's paper:
+    cross-entropy with the text, at the exits and the last layer).
+    """
+
+    predicts = "exits"
+    by_depth: ClassVar[bool] = False
+    """Whether an exit's weight is its depth; if not, all weigh alike."""
+
+    def __init__(self, teacher: Teacher, maps: ExitMaps) -> None:
+        super().__init__(teacher)
+        self.maps = maps
+
+    @property
+    def terms(self) -> list[Term]:
+        return [Term(exit, 1, float(exit) if self.by_depth else 1.0) for exit in self.maps.exits]
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[Tensor, Report]:
+        """See Objective."""
+        teacher, exits = self._teacher[0], self.maps.exits
+        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
+        said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
+        students = torch.stack([teacher.norm(one) for one in said])
+        result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
+        loss, weight = self.weighted(result.kl)
+        loss = loss / weight + self.beside(said, slow.final[mask])
+        return loss, Report(self.terms, result, float(loss.detach()))
+
+    def beside(self, said: Tensor, final: Tensor) -> Tensor | float:
+        """An additional loss of the method. said [exits, N, d]: the maps' outputs; final [N, d]:
+        h_L.
+        """
+        return 0.0
+
+    @torch.no_grad()
+    def early_exit(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[list[Term], Distilled]:
+        """The base's plain exits at the same layers: what training must beat."""
+        teacher, exits = self._teacher[0], self.maps.exits
+        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
+        normed = torch.stack([teacher.norm(slow.residual[exit][mask]) for exit in exits])
+        return self.terms, distil(normed, slow.target(mask), teacher.head)
+
+
+class MultiExits(ScoredExits):
+    """A token leaves at the first exit where the top-1 probability after its map is at least that
+    exit's threshold; None: never there.
+
+    maps(exit, residuals [n, d]) → what the head reads [n, d].
+    """
+
+    def __init__(
+        self,
+        exits: Sequence[int],
+        head: ExitHead,
+        maps: Callable[[int, Tensor], Tensor],
+        thresholds: Sequence[float | None],
+    ) -> None:
+        if len(thresholds) != len(exits):
+            raise UserError(
+                f"setting thresholds has {len(thresholds)} values; accepted: one for each of the "
+                f"accelerator's exits {list(exits)}"
+            )
+        self._thresholds = dict(zip(exits, thresholds, strict=True))
+        # nothing is looked at where nothing may leave
+        super().__init__([e for e in exits if self._thresholds[e] is not None], head)
+        self._maps = maps
+
+    @classmethod
+    def of(cls, decoder: Decoder, maps: ExitMaps, thresholds: Sequence[float | None]) -> Self:
+        """The policy of trained exits. UserError for thresholds that do not fit them."""
+        return cls(maps.exits, ExitHead(decoder, maps.draft_tokens), maps.of(decoder), thresholds)
+
+    def threshold(self, exit: int, seq: int) -> float | None:
+        return self._thresholds[exit]
+
+    def read(self, exit: int, hidden: Tensor) -> Tensor:
+        return self._maps(exit, hidden)
+
+    def scores(
+        self, exit: int, hidden: Tensor, seqs: Sequence[int]
+    ) -> tuple[list[float], Tensor | None]:
+        logits = self.head.logits(self.read(exit, hidden))
+        return [top for (top,) in self.head.best(logits, 1)], logits

@@ -1,0 +1,37 @@
+"""CALM's classifiers: is what the head says at this exit what it will say after the last layer?
+
+One linear map for each exit, on the residual as the head reads it, after the final norm (the
+paper: one for all layers, on the layer's output). [ours]
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from multirate.lab.depth_baselines.calm.config import CalmClassifierConfig
+from multirate.methods._shared.reduced_head import first_tokens
+from multirate.methods._shared.shape import BaseShape
+
+
+class ExitClassifiers(nn.Module):
+    """See the module's docstring."""
+
+    draft_tokens: Tensor | None
+    """[draft_vocab] int64 ids of the reduced head's rows, increasing; None: the full head."""
+
+    def __init__(self, config: CalmClassifierConfig, base: BaseShape) -> None:
+        super().__init__()
+        config.check_base(base)
+        self.config = config
+        self.weight = nn.Parameter(torch.zeros(len(config.exits), base.hidden_size))
+        self.bias = nn.Parameter(torch.zeros(len(config.exits)))
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+
+    def forward(self, normed: Tensor) -> Tensor:
+        """normed [K, N, d], the rows at every exit → logits of agreement [K, N]."""
+        return torch.einsum("knd,kd->kn", normed, self.weight) + self.bias[:, None]
+
+    def score(self, which: int, normed: Tensor) -> Tensor:
+        """Probability of agreement [n] at the exit of place `which`, of its rows [n, d]."""
+        return torch.sigmoid((normed @ self.weight[which] + self.bias[which]).float())

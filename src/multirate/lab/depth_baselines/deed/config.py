@@ -1,0 +1,35 @@
+"""DEED's configuration (arXiv 2311.08623), and decoding settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from multirate.lab.depth_baselines._shared.exits import ExitsConfig, spaced_exits
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.shape import BaseShape
+
+
+@dataclass(frozen=True)
+class DeedConfig(ExitsConfig):
+    """An adapter before the base's head at each exit; also see ExitsConfig."""
+
+    METHOD: ClassVar[str] = "deed"
+
+    rank: int = 128
+    """Width of an adapter."""
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        """Six exits from a quarter of the base's layers on, as in lite (the paper: every layer)."""
+        return {"exits": spaced_exits(base.num_layers, 6, 1 / 4)}
+
+
+@dataclass(frozen=True)
+class DeedDecodeConfig(MethodConfig):
+    """Decoding settings."""
+
+    METHOD: ClassVar[str] = "deed"
+
+    threshold: float | None = 0.9
+    """Minimum top-1 probability with which a token leaves. Null: no token leaves."""

@@ -1,0 +1,69 @@
+"""A page: one self-contained HTML file, which works offline and on a phone."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from multirate.errors import UserError
+
+_HERE = "multirate.lab.pages"
+_STYLE = "base.css"
+MARK = '<meta name="generator" content="multirate">'
+"""Every page has this near its beginning."""
+PAGE = "a page that multirate wrote"
+
+
+def is_page(path: Path) -> bool:
+    """Whether a file is one of our pages."""
+    try:
+        with path.open("rb") as file:
+            return MARK.encode() in file.read(1 << 12)
+    except OSError:
+        return False
+
+
+def check_installed() -> None:
+    """UserError if a package that draws pages is not installed."""
+    try:
+        import jinja2  # noqa: F401
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise UserError(
+            f"drawing the page needs {error.name or error}, which is not installed: "
+            "pip install 'multirate[inspect]'"
+        ) from None
+
+
+def text_of(package: str, name: str) -> str:
+    """The text of a file in a package."""
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8")
+
+
+def render(package: str, template: str, style: str | None = None, **values: Any) -> str:
+    """Renders a package's template. It can import figure.html.jinja and use `style`, the CSS of all
+    pages followed by the package's own.
+    """
+    import jinja2
+
+    loader = jinja2.FunctionLoader(lambda name: text_of(_HERE, name))
+    environment = jinja2.Environment(
+        loader=loader,
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    look = text_of(_HERE, _STYLE) + ("" if style is None else text_of(package, style))
+    page: str = environment.from_string(text_of(package, template)).render(
+        style=look, mark=MARK, **values
+    )
+    return page
+
+
+def script_json(content: Any) -> str:
+    """JSON that is safe inside a <script> element."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")

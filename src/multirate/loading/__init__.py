@@ -1,0 +1,1 @@
+"""Every way a model comes in: folders, the hub, GGUF files, names."""

@@ -1,0 +1,119 @@
+"""Combines a drafter with text lookup: after a match of sufficient length the text's continuation
+is the draft, otherwise the drafter drafts [SAM-Decoding, Hu et al. 2024: `len_threshold`].
+
+For drafters whose drafts come from outside the model. Trained draft branches weigh both in one tree
+instead (stream_drafter.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.text_source import TextSource
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.lookup import Lookup, check_texts
+from multirate.methods._shared.wrapped_drafter import WrappedDrafter
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+
+LEAST = 4
+"""Length of a match, in tokens, from which on it drafts."""
+MOST_TOKENS = 10
+"""Of a looked-up draft."""
+
+
+@dataclass(frozen=True)
+class JoinedConfig(MethodConfig):
+    """Settings of drafters that can be combined with text lookup."""
+
+    lookup: Literal["sam", 0] = 0
+    """"sam": the end of the text is looked up in a suffix automaton. 0: no lookup."""
+    texts: str | None = None
+    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
+    that the package has for it. Null: none.
+    """
+
+    def check(self) -> None:
+        super().check()
+        check_texts(self, self.texts, bool(self.lookup))
+
+    def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
+        """The drafter that these settings ask for, with drafts that `decoder` verifies."""
+        return JoinedDrafter(drafter, self.texts, decoder) if self.lookup else drafter
+
+
+class JoinedDrafter(WrappedDrafter):
+    """Uses `drafter` if the text's match is shorter than LEAST.
+
+    The drafter receives every verified step, including those that looked up their draft (`accept`),
+    and keeps what it needs.
+    """
+
+    def __init__(self, drafter: Drafter, texts: str | None, decoder: Decoder) -> None:
+        super().__init__(drafter)
+        self.looks_up = True
+        if drafter.start:
+            raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
+        self._lookup = Lookup.of(texts, decoder)
+        self.longest = self._lookup.told
+        self.max_nodes = max(drafter.max_nodes, MOST_TOKENS)
+        self._texts: list[TextSource] = []
+        self._sampler: Sampler | None = None
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        self._follow(sampler)
+        super().begin(cache, sampler)
+
+    def resume(self, cache: KVCache, sampler: Sampler) -> None:
+        self._follow(sampler)
+        super().resume(cache, sampler)
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        """See Drafter."""
+        drafts: dict[int, Draft] = {}
+        for b, limit in zip(seqs, limits, strict=True):
+            most = min(limit, MOST_TOKENS)
+            if not most:
+                continue
+            tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
+            if self._drafts(matched):
+                there = self._lookup.in_given(matched)
+                drafts[b] = Draft.chain(tokens[: there or None])
+                drafts[b].copied = range(1, len(drafts[b].tokens) + 1)
+        asked = [i for i, b in enumerate(seqs) if b not in drafts]
+        if asked:
+            own = super().draft(
+                [seqs[i] for i in asked],
+                [last_tokens[i] for i in asked],
+                [limits[i] for i in asked],
+                sampler,
+            )
+            drafts |= {seqs[i]: draft for i, draft in zip(asked, own, strict=True)}
+        return [drafts[b] for b in seqs]
+
+    def matched(self, seqs: Sequence[int]) -> list[int]:
+        """See Drafter; what the drafter itself brings is counted as a match of length 0."""
+        assert self._sampler is not None
+        told = [self._texts[b].look_up(self._sampler.tokens[b], 1)[1] for b in seqs]
+        return [n if self._drafts(n) else 0 for n in told]
+
+    def _drafts(self, matched: int) -> bool:
+        """Whether to draft from a match with this number; matches in other texts must be twice as
+        long.
+        """
+        there = self._lookup.in_given(matched)
+        return there >= 2 * LEAST if there else matched >= LEAST
+
+    def _follow(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._texts = [self._lookup.source() for _ in sampler.tokens]

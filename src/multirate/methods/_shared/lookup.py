@@ -1,0 +1,67 @@
+"""What a method drafts by text lookup: from the text itself or from other texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from multirate.decoding.speculate.given_texts import LONGEST as GIVEN_LONGEST
+from multirate.decoding.speculate.given_texts import GivenTexts, WithGivenTexts, given_texts
+from multirate.decoding.speculate.ngram import TextIndex
+from multirate.decoding.speculate.suffix_automaton import SuffixAutomaton
+from multirate.decoding.speculate.text_source import TextSource
+from multirate.errors import UserError
+from multirate.methods._shared.config import MethodConfig
+from multirate.runtime.decoder import Decoder
+
+LONGEST = 8
+"""Matches that a suffix automaton finds are told as no longer than this."""
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """How the text is looked up."""
+
+    longest: int
+    """Maximum match length in the text itself; 0: no lookup."""
+    automaton: bool = False
+    """Whether longer matches are found as well, and reported with this length."""
+    given: GivenTexts | None = None
+    """Other texts to search as well."""
+
+    @staticmethod
+    def of(texts: str | None, decoder: Decoder) -> Lookup:
+        """Of matches of any length, with a decoder's model. texts: a file of other texts. Raises
+        UserError for texts of another vocabulary.
+        """
+        given = None if texts is None else given_texts(texts)
+        vocabulary = decoder.info.vocab_size
+        if given is not None and given.vocabulary > vocabulary:
+            raise UserError(
+                f"texts={texts} were written for a vocabulary of {given.vocabulary} tokens, but "
+                f"this model has {vocabulary}; write them again with `multirate texts` and this "
+                "model"
+            )
+        return Lookup(LONGEST, True, given)
+
+    @property
+    def told(self) -> int:
+        """The largest match number (see WithGivenTexts)."""
+        return self.longest if self.given is None else self.longest + GIVEN_LONGEST
+
+    def in_given(self, told: int) -> int:
+        """Match length, in tokens, in other texts for this match number; 0: the match is in the
+        text itself.
+        """
+        return max(told - self.longest, 0)
+
+    def source(self) -> TextSource:
+        """A text source for a new text."""
+        own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
+        return own if self.given is None else WithGivenTexts(own, self.given)
+
+
+def check_texts(config: MethodConfig, texts: str | None, looked_up: bool) -> None:
+    """Raises UserError if other texts are given without lookup."""
+    config.require(
+        texts is None or looked_up, "texts", "none without lookup; texts need lookup=sam"
+    )

@@ -1,0 +1,126 @@
+"""Drafts by text lookup alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import Draft, Drafter, FusedStep
+from multirate.decoding.speculate.text_source import TextSource
+from multirate.methods._shared.fused_sequences import FusedSequences
+from multirate.methods._shared.fused_steps import FusedSteps, Growth, run_together
+from multirate.methods._shared.lookup import Lookup
+from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.native import NativeDecoder, abi
+from multirate.runtime.native.cache import NativeKVCache
+
+
+class TextDrafter(Drafter):
+    """Drafts what followed where the end of the text occurred before, at most `tokens` tokens.
+
+    length: how many to draft after a match of this length; None: all. On the native decoder a step
+    is one kernel call.
+    """
+
+    start = 0
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        lookup: Lookup,
+        tokens: int,
+        length: Callable[[int], int] | None = None,
+    ) -> None:
+        self.max_nodes = tokens
+        self.longest = lookup.told
+        self._lookup, self._length = lookup, length
+        self._texts: list[TextSource] = []
+        self._fused: FusedSequences | None = None
+        fuses = (
+            isinstance(decoder, NativeDecoder)
+            and decoder.supports_fused
+            and FusedSteps.can_draft(tokens)
+        )
+        if fuses and isinstance(decoder, NativeDecoder):
+            self._stream = decoder.stream()
+            self._fused = FusedSequences(partial(self._new_fused, decoder))
+
+    def _new_fused(self, decoder: NativeDecoder) -> FusedSteps:
+        lookup = self._lookup
+        ngram = abi.new("NgramLimits", longest=lookup.longest)
+        return FusedSteps(
+            decoder,
+            self._stream,
+            None,
+            abi.new("DraftLimits", nodes=self.max_nodes, ngram=ngram),
+            refresh=False,
+            automaton=lookup.automaton,
+            given=lookup.given,
+        )
+
+    def begin(self, cache: KVCache, sampler: Sampler) -> None:
+        """Forgets the texts of the generation before."""
+        self._texts = [self._lookup.source() for _ in sampler.tokens]
+        self._sampler = sampler
+        if self._fused is not None:
+            assert isinstance(cache, NativeKVCache)
+            self._fused.begin(lambda steps: steps.begin(cache, None, sampler))
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return length  # what is looked up is made anew from the tokens
+
+    def draft(
+        self,
+        seqs: Sequence[int],
+        last_tokens: Sequence[int],
+        limits: Sequence[int],
+        sampler: Sampler,
+    ) -> list[Draft]:
+        """See Drafter. The draft is empty where not even the last token occurred before."""
+        drafts = []
+        for b, limit in zip(seqs, limits, strict=True):
+            most = min(limit, self.max_nodes)
+            tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
+            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
+        return drafts
+
+    def matched(self, seqs: Sequence[int]) -> list[int]:
+        """See Drafter."""
+        found = []
+        for b in seqs:
+            if self._fused is not None and b in self._fused:
+                found.append(self._fused[b].look_up(1)[1])
+            else:
+                found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
+        return found
+
+    def fused_steps(
+        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
+    ) -> list[FusedStep] | None:
+        fused, sampler = self._fused, self._sampler
+        if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
+            return None
+        for seq, last_token in zip(seqs, last_tokens, strict=True):
+            if seq not in fused:
+                fused.start(seq).enter(seq, [last_token], text=sampler.tokens[seq])
+        every = [fused[seq] for seq in seqs]
+        growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
+        return run_together(every, growths)
+
+    def _growth(self, steps: FusedSteps, limit: int) -> Growth:
+        """How far the text is followed, at most `limit` tokens."""
+        most = min(limit, self.max_nodes)
+        if self._length is not None and most:
+            most = min(most, self._wanted(steps.look_up(most)[1]))
+        return Growth(most)
+
+    def _wanted(self, matched: int) -> int:
+        if self._length is None:
+            return self.max_nodes
+        # no more tokens of other texts than were matched: longer drafts cost more than they brought
+        there = self._lookup.in_given(matched)
+        if there:
+            return min(there, self._length(there))
+        return self._length(matched)

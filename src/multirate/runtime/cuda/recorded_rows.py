@@ -1,0 +1,182 @@
+"""What drafts compute of a few rows beside the model's own layers, recorded as the model's passes
+are (decoder.py): a draft's own layer and its head are some ninety kernels, each of which takes
+longer to launch than to run.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from multirate.errors import say_once
+from multirate.runtime.cuda.decoder import MAX_RECORDINGS, GraphedDecoder, Replay, width_of
+from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
+from multirate.runtime.hf.decoder import relative_difference, rounding_limit
+from multirate.runtime.kv_cache import KVCache, LayerKV
+from multirate.runtime.rows import Rows
+
+
+@dataclass(frozen=True)
+class StaticSlots:
+    """Where recorded rows stand in a layer of one sequence: `pos` and `slot` (written) int64 [N],
+    `seen` bool [N, span], the layer's `keys` and `values` [1, H_kv, > span, D].
+    """
+
+    pos: Tensor
+    slot: Tensor
+    seen: Tensor
+    keys: Tensor
+    values: Tensor
+
+    def attended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the rows' [1, H_kv, N, D] → what they may look at, [1, H_kv, span, D]."""
+        self.keys.index_copy_(2, self.slot, key.to(self.keys.dtype))
+        self.values.index_copy_(2, self.slot, value.to(self.values.dtype))
+        span = self.seen.shape[-1]
+        return self.keys[:, :, :span], self.values[:, :, :span]
+
+
+RowsFunction = Callable[..., Tensor]
+
+
+class RecordedRows:
+    """Functions of `N` rows, [N, ...] each → [N, ...], recorded for padded numbers of rows; with
+    more than WIDTHS has, they just run.
+
+    The first run of a recording is compared with the function itself. Where it cannot be recorded,
+    or gives other numbers, functions run as they are from then on: `fallback` says why.
+    """
+
+    def __init__(self, decoder: GraphedDecoder) -> None:
+        self._decoder = decoder
+        self._recordings: OrderedDict[Hashable, Any] = OrderedDict()
+        self._kept: StaticStorage | None = None
+        self.fallback: str | None = None
+
+    def new_cache(self, batch: int, capacity: int, layout: list[LayerKV]) -> KVCache:
+        """An empty cache for `with_cache`. The storage of the one before, if that is gone, is used
+        again with what was recorded over it.
+        """
+        kept = self._kept if self._kept is not None and self._kept.free else None
+        cache = StaticKVCache(batch, capacity, layout, kept)
+        self._kept = cache.storage
+        return cache
+
+    @torch.no_grad()
+    def alone(
+        self,
+        name: Hashable,
+        function: RowsFunction,
+        *inputs: Tensor,
+        judged: Callable[[Tensor], Tensor] = lambda out: out,
+    ) -> Tensor:
+        """function(*inputs) of rows that do not look at one another. judged: the part of the
+        outputs whose numbers are compared.
+        """
+        width = self._width(len(inputs[0]))
+        if width is None:
+            return function(*inputs)
+        key = (name, width, *((x.dtype, x.shape[1:]) for x in inputs))
+        return self._replayed(
+            self._recordings, key, width, function, inputs, lambda: function(*inputs), judged
+        )
+
+    @torch.no_grad()
+    def with_cache(
+        self, name: Hashable, function: RowsFunction, rows: Rows, cache: KVCache, *inputs: Tensor
+    ) -> Tensor:
+        """function(*inputs, at, cache) of `rows` that write to the one layer of `cache` and look at
+        it: `at` are the rows, or StaticSlots that stand for both.
+        """
+        width = self._width(len(rows))
+        if width is None or not isinstance(cache, StaticKVCache) or cache.batch > 1:
+            return function(*inputs, rows, cache)
+        cache.note_positions(rows)
+        end = int(rows.visible_end().max())
+        if end > cache.capacity:
+            return function(*inputs, rows, cache)
+        self._kept = storage = cache.storage
+        span = round_up(max(end, 1))
+        # rows behind the last write to the scratch slot, and see slot 0
+        numbers = np.zeros((width, 4), np.int64)
+        numbers[:, 1], numbers[:, 2] = storage.scratch, 1
+        slot = np.where(rows.slot < 0, storage.scratch, rows.slot)
+        numbers[: len(rows)] = np.stack([rows.pos, slot, rows.prefix, rows.tree], axis=1)
+        keys, values = storage.keys[0], storage.values[0]  # not the storage: it holds recordings
+
+        def static(numbers: Tensor, *fixed: Tensor) -> Tensor:
+            pos, slot, prefix, tree = numbers.unbind(1)
+            seen = seen_slots(prefix, tree, span)
+            return function(*fixed, StaticSlots(pos, slot, seen, keys, values), None)
+
+        given = (torch.from_numpy(numbers).to(inputs[0].device), *inputs)
+        key = (name, width, span, *((x.dtype, x.shape[1:]) for x in inputs))
+        return self._replayed(
+            storage.recordings, key, width, static, given, lambda: function(*inputs, rows, cache)
+        )
+
+    def _width(self, rows: int) -> int | None:
+        if self.fallback is not None or self._decoder.graph_fallback is not None:
+            return None
+        return width_of(rows) if rows else None
+
+    def _replayed(
+        self,
+        recordings: OrderedDict[Hashable, Any],
+        key: Hashable,
+        width: int,
+        function: RowsFunction,
+        inputs: tuple[Tensor, ...],
+        itself: Callable[[], Tensor],
+        judged: Callable[[Tensor], Tensor] = lambda out: out,
+    ) -> Tensor:
+        """itself: what is recorded, without padding."""
+        rows = len(inputs[-1])
+        if key in recordings:
+            recordings.move_to_end(key)
+            fixed, replay = recordings[key]
+            _load(fixed, inputs)
+            return _own(replay, rows)
+        fixed = [x.new_zeros(width, *x.shape[1:]) for x in inputs]
+        _load(fixed, inputs)
+        try:
+            replay = self._decoder.recorder.record(lambda: function(*fixed))
+            got = judged(_own(replay, rows))
+        except RuntimeError as error:
+            self._fall_back(f"CUDA graph capture failed ({str(error).splitlines()[0]})")
+            return itself()
+        out = itself()
+        expected = judged(out)
+        difference = relative_difference(got, expected)
+        if not difference <= rounding_limit(self._decoder.info.dtype):
+            self._fall_back(
+                f"the CUDA graph gave other numbers (relative difference {difference:.1e})"
+            )
+            return out
+        recordings[key] = (fixed, replay)
+        if len(recordings) > MAX_RECORDINGS:
+            recordings.popitem(last=False)
+        return out
+
+    def _fall_back(self, why: str) -> None:
+        self.fallback = why
+        self._recordings.clear()
+        say_once(f"running the draft layer kernel by kernel: {why}")
+
+
+def _load(fixed: list[Tensor], inputs: tuple[Tensor, ...]) -> None:
+    for static, x in zip(fixed, inputs, strict=True):
+        static[: len(x)] = x
+        if len(x) < len(static):
+            static[len(x) :] = 0
+
+
+def _own(replay: Replay, rows: int) -> Tensor:
+    """The rows of a replay, in memory of their own: the next one overwrites it."""
+    return replay()[:rows].clone()

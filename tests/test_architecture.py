@@ -12,23 +12,24 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 PACKAGE = SOURCE / "multirate"
 LAYERS = (
     ("errors", "torch_modes"),
-    ("io", "json_values", "generation_lock", "named_models", "pages", "chat_template"),
-    ("model",),
+    ("io", "json_values", "generation_lock"),
+    ("guarantee", "tuned"),
+    ("runtime",),
+    ("provenance",),
     ("decoding",),
     ("methods",),
-    ("gguf_models",),
-    ("hub",),
+    ("loading",),
+    ("fidelity",),
     ("training",),
-    ("calibration",),
     ("experts",),
     ("engine",),
-    ("integration", "bench", "inspection"),
-    ("evaluation",),
+    ("integration",),
+    ("lab",),
     ("cli",),
     ("__main__",),
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
-MODEL_LAYERS = (
+RUNTIME_LAYERS = (
     ("rows", "noise", "transfer", "finite", "quantised"),
     ("kv_cache",),
     ("decoder",),
@@ -36,8 +37,13 @@ MODEL_LAYERS = (
     ("cuda", "native"),
     ("load",),
 )
-"""Within model/: the interface, the model's own layers, what is faster than these, and who chooses.
-"""
+"""The interface, the model's own layers, what is faster than these, and who chooses."""
+LOADING_LAYERS = (("names", "chat_template"), ("gguf",), ("hub",))
+LAB_LAYERS = (
+    ("depth_baselines", "pages", "calibration"),
+    ("bench", "inspection"),
+    ("evaluation",),
+)
 
 
 def modules() -> dict[str, ast.Module]:
@@ -104,24 +110,50 @@ def test_every_part_has_a_place() -> None:
 
 def test_imports_point_down() -> None:
     assert not upward(LAYERS, "multirate")
-    assert not upward(MODEL_LAYERS, "multirate.runtime")
+    assert not upward(RUNTIME_LAYERS, "multirate.runtime")
+    assert not upward(LOADING_LAYERS, "multirate.loading")
+    assert not upward(LAB_LAYERS, "multirate.lab")
+
+
+def test_commands_load_the_lab_when_they_run() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in MODULES.items()
+        if not module.startswith("multirate.lab")
+        for imported, at_start in imports(tree)
+        if at_start and imported.startswith("multirate.lab")
+    ]
+    assert not wrong
+
+
+METHODS = ("multirate.methods", "multirate.lab.depth_baselines")
+"""The packages with a folder for each method."""
+
+
+def method_of(module: str) -> str:
+    """The method whose folder `module` is in; "" for what is in none, or shared by several."""
+    for package in METHODS:
+        name = module.removeprefix(package + ".").split(".")[0]
+        if module.startswith(package + ".") and name not in ("_shared", "spec"):
+            return name
+    return ""
 
 
 def test_no_method_is_imported_by_another_or_from_outside() -> None:
-    """A method is its folder: what methods share is in methods/common and methods/spec.
+    """A method is its folder: what methods share is in _shared and methods/spec.
 
     The expert engine runs the accelerated residual's own modules: it is no decoding method.
     """
     wrong = []
     for module, tree in MODULES.items():
-        own = module.split(".")[2] if module.startswith("multirate.methods.") else ""
-        for imported, _ in imports(tree):
-            parts = imported.split(".")
-            allowed = {"common", "spec", own}
-            if module.startswith("multirate.experts."):
-                allowed.add("m2r2_experts")
-            if parts[1:2] == ["methods"] and len(parts) > 2 and parts[2] not in allowed:
-                wrong.append(f"{module} imports {imported}")
+        allowed = {"", method_of(module)}
+        if module.startswith("multirate.experts."):
+            allowed.add("m2r2_experts")
+        wrong += [
+            f"{module} imports {imported}"
+            for imported, _ in imports(tree)
+            if method_of(imported) not in allowed
+        ]
     assert not wrong
 
 
@@ -129,7 +161,7 @@ def method_names() -> set[str]:
     """The names that folders register, but for plain decoding's, which is the baseline."""
     found = set()
     for module, tree in MODULES.items():
-        if module.startswith("multirate.methods.") and module.endswith(".spec"):
+        if method_of(module) and module.endswith(".spec"):
             calls = [call for call in ast.walk(tree) if isinstance(call, ast.Call)]
             found |= {
                 keyword.value.value
@@ -146,7 +178,7 @@ def test_no_code_outside_its_folder_names_a_method() -> None:
     wrong = [
         f"{module} has {node.value!r}"
         for module, tree in MODULES.items()
-        if not module.startswith("multirate.methods.")
+        if not module.startswith(METHODS)
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and node.value in names
     ]

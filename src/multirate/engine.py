@@ -35,7 +35,6 @@ from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.guarantee import Promise, check_quality
-from multirate.lab.calibration.calibrate import dynamic_mode
 from multirate.loading.hub import (
     LoadedModel,
     check_weights_option,
@@ -709,7 +708,7 @@ class Engine:
         """The calibration stored beside the accelerator for a quality; None for quality 1, which is
         lossless.
         """
-        mode = dynamic_mode(self._spec(name))
+        mode = self._spec(name).dynamic_mode()
         if quality == 1:
             return None
         if name not in self.accelerators:
@@ -730,7 +729,7 @@ class Engine:
     def _never_leaving(self, name: str) -> dict[str, Any]:
         """Settings with which a lossy method decodes exactly as the model does."""
         accelerator = self.accelerators.get(name)
-        mode = dynamic_mode(self._spec(name))
+        mode = self._spec(name).dynamic_mode()
         return mode.settings(None if accelerator is None else accelerator.module, None)
 
     def _may_change_text(self, step: Step, speculate: str) -> bool:

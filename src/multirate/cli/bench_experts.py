@@ -16,7 +16,6 @@ from multirate.cli.bench_prompts import prepared
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
-from multirate.lab.pages.page import PAGE, is_page
 
 if TYPE_CHECKING:
     from multirate.lab.bench.suites import Question
@@ -59,6 +58,7 @@ def command(
     from multirate.experts.runtime import ExpertSettings, slots_for
     from multirate.lab.bench import expert_report
     from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
+    from multirate.lab.pages.page import PAGE, is_page
 
     if model is None or given.store is None:
         raise UserError(

@@ -95,7 +95,6 @@ def command(
         calibrate,
         check_points,
         check_promise,
-        dynamic_mode,
     )
     from multirate.lab.calibration.measure import Measured, read_prompts
     from multirate.methods.spec import find, parse_settings
@@ -110,7 +109,7 @@ def command(
     loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
     given = engine.accelerators[engine.add(accelerator)]
-    mode = dynamic_mode(find(given.method))
+    mode = find(given.method).dynamic_mode()
     assert given.folder is not None
     check_writable(given.folder / promises.FILE)
     promises.read(given.folder)  # both fail before an hour's work

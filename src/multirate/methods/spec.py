@@ -36,7 +36,8 @@ from multirate.torch_modes import building
 PLAIN = "autoregressive"
 """Plain decoding, one token per pass: the baseline for answers and speedups."""
 _ENTRY_POINTS = "multirate.methods"
-_SHARED_FOLDER = "common"
+_PACKAGES = ("multirate.methods", "multirate.lab.depth_baselines")
+_SHARED_FOLDER = "_shared"
 
 
 @dataclass(frozen=True)
@@ -250,6 +251,15 @@ class MethodSpec:
             )
         return module
 
+    def dynamic_mode(self) -> DynamicMode:
+        """Its dynamic mode. Raises UserError if it has none."""
+        if self.dynamic is None:
+            raise UserError(
+                f"method {self.name} has no dynamic mode; accepted: an accelerator of "
+                f"{', '.join(dynamic_methods(trained=True))}"
+            )
+        return self.dynamic
+
 
 _SPECS: dict[str, MethodSpec] = {}
 
@@ -264,10 +274,10 @@ def register(spec: MethodSpec) -> MethodSpec:
 
 def all_specs() -> dict[str, MethodSpec]:
     """All registered methods, sorted by name."""
-    package = importlib.import_module("multirate.methods")
-    for folder in pkgutil.iter_modules(package.__path__):
-        if folder.ispkg and folder.name != _SHARED_FOLDER:
-            importlib.import_module(f"multirate.methods.{folder.name}.spec")
+    for package in _PACKAGES:
+        for folder in pkgutil.iter_modules(importlib.import_module(package).__path__):
+            if folder.ispkg and folder.name != _SHARED_FOLDER:
+                importlib.import_module(f"{package}.{folder.name}.spec")
     for point in importlib.metadata.entry_points(group=_ENTRY_POINTS):
         point.load()
     return dict(sorted(_SPECS.items()))

@@ -16,22 +16,12 @@ from multirate.guarantee import Promise, check_quality
 from multirate.lab.calibration import risk
 from multirate.lab.calibration.measure import Measured, answers
 from multirate.lab.calibration.repetition import MOST_LOOPING
-from multirate.methods.spec import DynamicMode, MethodSpec, dynamic_methods, find
+from multirate.methods.spec import find
 from multirate.runtime.decoder import Decoder
 from multirate.training.checkpoint import Accelerator
 
 Progress = Callable[[float, int, int], None]
 """progress(threshold under test, prompts answered, prompts in all)."""
-
-
-def dynamic_mode(method: MethodSpec) -> DynamicMode:
-    """A method's dynamic mode. Raises UserError if it has none."""
-    if method.dynamic is None:
-        raise UserError(
-            f"method {method.name} has no dynamic mode; accepted: an accelerator of "
-            f"{', '.join(dynamic_methods(trained=True))}"
-        )
-    return method.dynamic
 
 
 def check_promise(quality: float, confidence: float, samples: int, where: str) -> None:
@@ -98,7 +88,7 @@ def calibrate(
     and for too little data.
     """
     method = find(accelerator.method)
-    mode = dynamic_mode(method)
+    mode = method.dynamic_mode()
     check_promise(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
     # looking ends where it is sure, which a sorted file must not make it too early

@@ -11,7 +11,6 @@ from typing import Any
 from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.guarantee import check_quality
-from multirate.lab.calibration.calibrate import dynamic_mode
 from multirate.methods.spec import PLAIN, find, write_variant
 
 FULL, SPECULATIVE, DYNAMIC = MODES = ("full", "speculative", "dynamic")
@@ -71,7 +70,7 @@ def decoding(engine: Engine, mode: Mode, speculate: str = "auto") -> Decoding:
         raise UserError(f"mode {mode.name!r} needs an accelerator; name one with --accelerator")
     if mode.name == DYNAMIC:
         accelerator = engine.accelerators[name]
-        dial = dynamic_mode(find(accelerator.method))
+        dial = find(accelerator.method).dynamic_mode()
         settings: dict[str, Any]
         if mode.threshold is None:
             settings = {"quality": mode.quality}

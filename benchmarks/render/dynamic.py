@@ -19,7 +19,7 @@ from render.common import (
 
 SHOWN = 0.99, 0.95, 0.9
 MOST_LOOPING = 0.05
-"""As in lab/calibration/repetition.py: more of it than plain decoding has, and a row does not count."""
+"""As in lab/calibration/repetition.py: with more of it than plain, a row does not count."""
 
 
 def frontier(run: dict[str, Any]) -> dict[str, dict[float, dict[str, Any]]]:

@@ -16,7 +16,7 @@ from multirate.io import cache_folder, read_json, write_json
 from multirate.json_values import read_as
 
 FILE, FORMAT = "tuned.json", 1
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent
 
 
 @dataclass(frozen=True)

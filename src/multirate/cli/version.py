@@ -51,7 +51,7 @@ def _kernel() -> str:
     if os.name != "posix":
         return "none, because it needs Linux or macOS"
     arch = os.environ.get("MULTIRATE_ARCH") or _arch()
-    if Path(__file__).parents[1].joinpath("model/native/kernel.so").is_file():
+    if Path(__file__).parents[1].joinpath("runtime/native/kernel.so").is_file():
         return f"{arch}, compiled already"
     compilers = (os.environ.get("CC", "cc"), "gcc", "clang")
     compiler = next((found for found in map(shutil.which, compilers) if found), None)

@@ -248,7 +248,8 @@ typedef struct {
     int32_t last;                 // the state of the whole text
 } Automaton;
 
-// Lengths of matches in given texts, in tokens; the same three are in decoding/speculate/given_texts.py.
+// Lengths of matches in given texts, in tokens; the same three are in
+// decoding/speculate/given_texts.py.
 #define GIVEN_LEAST 2
 #define GIVEN_LONGEST 12
 #define OWN_LEAST 2 // a match of so many tokens in the text itself takes precedence

@@ -1,6 +1,6 @@
 // A suffix automaton of a growing text [Blumer et al. 1985]. SuffixAutomaton
-// (decoding/speculate/suffix_automaton.py) is the same in Python and explains states, links and ends; tests
-// compare the two.
+// (decoding/speculate/suffix_automaton.py) is the same in Python and explains states, links and
+// ends; tests compare the two.
 //
 // Memory, in int32 arrays one after the other:
 //   states:  length, link, end, first (its newest edge or -1)     [STATES(room)] each

@@ -46,9 +46,9 @@ static int child_of(const SpeculativeStep *step, int node, int64_t token) {
 }
 
 // Down from the last token as long as the target model's own token is a child, or a child is
-// trusted (decoding/speculate/acceptance.py, Descent): only rows that are reached are read. Fills path, which
-// begins with node 0, and what is emitted after each of its nodes; returns their number, or -1 as
-// target_token. A child comes after its parent.
+// trusted (decoding/speculate/acceptance.py, Descent): only rows that are reached are read. Fills
+// path, which begins with node 0, and what is emitted after each of its nodes; returns their
+// number, or -1 as target_token. A child comes after its parent.
 static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified *rows,
                          int64_t *tokens, int32_t *path) {
     int length = 0;

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_PACKAGE = Path(__file__).parent / "reference"
+_PACKAGE = Path(__file__).parent.parent / "reference"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-// The random numbers that sampling adds to logits, and the argmax with them. runtime/noise.py defines
-// them and explains why every build gives the same bits; the two files match step by step.
+// The random numbers that sampling adds to logits, and the argmax with them. runtime/noise.py
+// defines them and explains why every build gives the same bits; the two files match step by step.
 #ifndef MULTIRATE_NUMBERS_H
 #define MULTIRATE_NUMBERS_H
 #include "logits.h"

@@ -1,7 +1,7 @@
 """Whole levels of drafts as recordings, on a decoder whose passes are recorded: one sequence's
 tokens and rows go to the device in one copy, the likeliest next tokens come back in another, and
-all between them is one replay (runtime/cuda/decoder.py). In pieces a level takes as long as a step of
-plain decoding: what counts is how often the device is asked for something, not what.
+all between them is one replay (runtime/cuda/decoder.py). In pieces a level takes as long as a step
+of plain decoding: what counts is how often the device is asked for something, not what.
 """
 
 from __future__ import annotations

@@ -77,7 +77,9 @@ def test_every_new_tensor_states_its_dtype_and_device() -> None:
         name, given = node.func.attr, {one.arg for one in node.keywords}
         needed = {"dtype", "device"} if name in _FLOATING else set()
         needed |= {"device"} if name in _WHOLE else set()
-        built = file.startswith("methods/") and file.endswith(("modules.py", "layers.py"))
+        built = file.startswith(("methods/", "lab/depth_baselines/")) and file.endswith(
+            ("modules.py", "layers.py")
+        )
         if needed - given and not built and file != "methods/m2r2/arla.py":
             missing.append(f"{file}:{node.lineno} {ast.unparse(node)}")
     assert not missing

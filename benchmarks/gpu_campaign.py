@@ -112,7 +112,7 @@ def correctness(campaign: Campaign) -> dict[str, Any]:
     and with drafts: what the CPU tests only imitate. Then those tests themselves.
     """
     sys.path.insert(0, str(ROOT / "tests"))
-    from model.tiny_models import MOE, NAMES, prompts, tiny_model
+    from runtime.tiny_models import MOE, NAMES, prompts, tiny_model
 
     found: dict[str, Any] = {}
     stop, (first, second) = StopSettings(max_new_tokens=12), prompts(7, 11, seed=4)
@@ -389,7 +389,7 @@ def run(campaign: Campaign, minutes: float, names: list[str]) -> dict[str, Any]:
 
 def _tiny_model(folder: Path) -> str:
     sys.path.insert(0, str(ROOT / "tests"))
-    from bench.tiny_model import save
+    from lab.bench.tiny_model import save
 
     if not (folder / "config.json").is_file():
         save(folder)

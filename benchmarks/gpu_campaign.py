@@ -108,7 +108,7 @@ class Campaign:
 
 
 def correctness(campaign: Campaign) -> dict[str, Any]:
-    """The recorded passes against transformers on this device, one sequence and several, plainly
+    """The captured passes against transformers on this device, one sequence and several, plainly
     and with drafts: what the CPU tests only imitate. Then those tests themselves.
     """
     sys.path.insert(0, str(ROOT / "tests"))

@@ -1,4 +1,4 @@
-"""The pages: short where they promise to be, linked, and the site builds from them."""
+"""The pages: short where they should be, linked, and the site builds from them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from multirate import guarantee as promises
+from multirate import guarantee as guarantees
 from multirate import tuned
 from multirate.decoding import generation_config
 from multirate.decoding.logits import SamplingSettings
@@ -34,7 +34,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import Notice, UserError, say_once
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import GenerationLock, lock_of
-from multirate.guarantee import Promise, check_quality
+from multirate.guarantee import Guarantee, check_quality
 from multirate.loading.hub import (
     LoadedModel,
     check_weights_option,
@@ -198,7 +198,7 @@ class _Decoding:
 
     step: Step
     acceptance: OverallRates
-    promise: Promise | None = None
+    guarantee: Guarantee | None = None
 
     def observe(self, stats: DecodeStats) -> None:
         self.acceptance.observe(stats.sequence_steps, stats.drafted_levels, stats.accepted)
@@ -214,7 +214,7 @@ class Engine:
         plain decoding otherwise (backend "hf", or experts on disk).
     notice: what you should know about the last call, for example that its method is lossy or that
         drafting is not faster here; else None.
-    promise: in dynamic mode, what calibration measured for the last call; else None.
+    guarantee: in dynamic mode, what calibration measured for the last call; else None.
     used: the method of the last call; "" before the first. It is "autoregressive" if the engine
         decoded without drafts because they are not faster.
     accelerators: the attached accelerators, by name.
@@ -245,7 +245,7 @@ class Engine:
         self.accelerators: dict[str, Accelerator] = {}
         self.default = spec.recommended(trained=False) if self.backend == "native" else PLAIN
         self.notice: str | None = None
-        self.promise: Promise | None = None
+        self.guarantee: Guarantee | None = None
         self.used = ""
         self.keep_bytes = KEPT_BYTES
         self.uses_tuned = False
@@ -336,13 +336,13 @@ class Engine:
             decoding = self._decoding(method)
         return self._spec(method).lossless and (decoding is None or decoding.step.lossless)
 
-    def promise_of(self, method: str) -> Promise | None:
+    def guarantee_of(self, method: str) -> Guarantee | None:
         """The calibration of a method name with a quality; None for a lossless method. Raises
         UserError if none is stored.
         """
         with self._lock.held():
             decoding = self._decoding(method)
-        return None if decoding is None else decoding.promise
+        return None if decoding is None else decoding.guarantee
 
     def costs(self, method: str) -> CostModel | None:
         """Measured times of a plain step, a draft step and a verification for this method; None if
@@ -448,7 +448,7 @@ class Engine:
         mode: "lossless", or "dynamic" to let tokens leave early at a quality that `multirate
             calibrate` has stored.
         quality: for mode "dynamic": the share of tokens that must match the full model, above 0 and
-            at most 1. Afterwards `promise` holds what calibration measured. The method
+            at most 1. Afterwards `guarantee` holds what calibration measured. The method
             "m2r2-carry:quality=0.99" does the same.
 
         Waits while another thread generates with this engine. Raises UserError for an unknown
@@ -509,7 +509,7 @@ class Engine:
         on_tokens: OnTokens | None,
         speculate: str,
     ) -> GenerationOutput:
-        self.notice = self.promise = None
+        self.notice = self.guarantee = None
         self._follow_model()
         decoding = None
         if speculate != "never" and len(prompts):
@@ -518,7 +518,7 @@ class Engine:
         if decoding is not None and self._may_change_text(decoding.step, speculate):
             decoding = None
         if decoding is not None:
-            self.promise = decoding.promise
+            self.guarantee = decoding.guarantee
             self._try_relative(decoding, spec.parse_variant(method or self.default)[0])
             adapts = decoding.step.adapt(self.decoder, speculate == "auto")
             if speculate == "auto" and not self._pays(decoding, adapts):
@@ -627,18 +627,18 @@ class Engine:
             accelerator = self.accelerators.get(base)
             if accelerator is not None:
                 accelerator.check_fits(self.model)
-            promise = None
+            guarantee = None
             if "quality" in settings:
                 quality = check_quality(settings.pop("quality"))
-                promise = self._promised(base, quality)
+                guarantee = self._guaranteed(base, quality)
                 if quality == 1 and not self._spec(base).lossless:
                     settings |= self._never_leaving(base)
-                if promise is not None and settings:
+                if guarantee is not None and settings:
                     raise UserError(
                         f"method {name!r} has other settings beside the quality; a calibration "
                         "covers only the settings it was made with, so give the quality alone"
                     )
-                settings = settings if promise is None else promise.settings
+                settings = settings if guarantee is None else guarantee.settings
             known = self._spec(base)
             if self.uses_tuned and known.tunable and name == base:
                 settings = self._tuned(base)
@@ -652,7 +652,7 @@ class Engine:
             relative = accelerator is not None and accelerator.other_weights is not None
             rates = [] if relative else _card_rates(accelerator)
             step.expect(rates)
-            self._decodings[name] = _Decoding(step, OverallRates(rates), promise)
+            self._decodings[name] = _Decoding(step, OverallRates(rates), guarantee)
         return self._decodings[name]
 
     def _tuned(self, name: str) -> dict[str, Any]:
@@ -704,7 +704,7 @@ class Engine:
             )
         return self._second_models[name]
 
-    def _promised(self, name: str, quality: float) -> Promise | None:
+    def _guaranteed(self, name: str, quality: float) -> Guarantee | None:
         """The calibration stored beside the accelerator for a quality; None for quality 1, which is
         lossless.
         """
@@ -717,7 +717,7 @@ class Engine:
                 "calibration in; use its own settings (docs/methods/README.md) or a quality of 1"
             )
         accelerator = self.accelerators[name]
-        return promises.find(
+        return guarantees.find(
             accelerator.folder,
             name,
             quality,

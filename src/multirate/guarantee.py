@@ -1,4 +1,4 @@
-"""A calibrated quality (Promise), and its file beside the accelerator."""
+"""A calibrated quality (Guarantee), and its file beside the accelerator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Promise:
+class Guarantee:
     """The result of a calibration: with probability `confidence` (over the calibration prompts),
     the share of an answer's tokens that differ from the full model's choice after the same text is
     at most 1 − quality, on average over prompts like those.
@@ -69,15 +69,15 @@ class Promise:
                 "measured agreement: no token leaves early, because no threshold that was tried "
                 f"reaches a quality of {self.quality:g}; the text is the model's own"
             )
-        promised = (
+        guaranteed = (
             f"with {100 * self.confidence:g}% confidence, at most "
             f"{100 * (1 - self.quality):.3g}% of the tokens differ from what the full model "
             f"would choose after the same text (calibrated on {self.samples} greedy answers of "
             f"at most {self.max_new_tokens} tokens, in which {100 * self.loss:.2g}% differed)"
         )
         if other:
-            return f"the calibration does not cover {other}; for greedy text: {promised}"
-        return f"measured agreement: {promised}"
+            return f"the calibration does not cover {other}; for greedy text: {guaranteed}"
+        return f"measured agreement: {guaranteed}"
 
 
 def check_quality(quality: object) -> float:
@@ -90,36 +90,38 @@ def check_quality(quality: object) -> float:
     return float(quality)  # type: ignore[arg-type]
 
 
-def store(folder: Path, promise: Promise) -> Path:
-    """Adds the promise to the folder's file and replaces an older one with the same quality and
+def store(folder: Path, guarantee: Guarantee) -> Path:
+    """Adds the guarantee to the folder's file and replaces an older one with the same quality and
     base. Raises UserError for a file that cannot be read or written.
     """
     kept = [
-        old for old in read(folder) if (old.quality, old.base) != (promise.quality, promise.base)
+        old
+        for old in read(folder)
+        if (old.quality, old.base) != (guarantee.quality, guarantee.base)
     ]
-    promises = sorted([*kept, promise], key=lambda one: -one.quality)
-    write_json(folder / FILE, {"format": FORMAT, "promises": [asdict(one) for one in promises]})
+    guarantees = sorted([*kept, guarantee], key=lambda one: -one.quality)
+    write_json(folder / FILE, {"format": FORMAT, "guarantees": [asdict(one) for one in guarantees]})
     return folder / FILE
 
 
-def read(folder: Path) -> list[Promise]:
-    """The promises stored in an accelerator's folder; none without the file. The file may come from
-    an untrusted source. Raises UserError naming the file and the field that cannot be used.
+def read(folder: Path) -> list[Guarantee]:
+    """The guarantees stored in an accelerator's folder; none without the file. The file may come
+    from an untrusted source. Raises UserError naming the file and the field that cannot be used.
     """
     path = folder / FILE
     found = read_json(path)
     if not path.exists():
         return []
-    if not isinstance(found, dict) or not isinstance(found.get("promises"), list):
-        raise UserError(f"{path} has no list 'promises'; run multirate calibrate again")
+    if not isinstance(found, dict) or not isinstance(found.get("guarantees"), list):
+        raise UserError(f"{path} has no list 'guarantees'; run multirate calibrate again")
     if found.get("format") != FORMAT:
         raise UserError(
             f"{path}: field 'format' is {reprlib.repr(found.get('format'))}; this version reads "
             f"{FORMAT}"
         )
     return [
-        read_as(Promise, one, path, f"promises[{number}]")
-        for number, one in enumerate(found["promises"])
+        read_as(Guarantee, one, path, f"guarantees[{number}]")
+        for number, one in enumerate(found["guarantees"])
     ]
 
 
@@ -130,9 +132,9 @@ def find(
     base: str,
     accelerator: str,
     gates: tuple[int, ...],
-) -> Promise:
-    """The promise for this base, accelerator and gate set with the lowest quality that is at least
-    the one asked for. Raises UserError with the reason if there is none.
+) -> Guarantee:
+    """The guarantee for this base, accelerator and gate set with the lowest quality that is at
+    least the one asked for. Raises UserError with the reason if there is none.
 
     name: the accelerator's, for the message.
     """

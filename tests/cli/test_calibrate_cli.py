@@ -1,4 +1,4 @@
-"""`multirate calibrate`, and what `generate` and `bench` do with its promise."""
+"""`multirate calibrate`, and what `generate` and `bench` do with its guarantee."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def accelerator(base: str, folder: Path, **options: object) -> str:
     return str(folder)
 
 
-def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Path) -> None:
+def test_from_calibration_to_a_guarantee_kept(model: str, data: str, tmp_path: Path) -> None:
     folder = accelerator(model, tmp_path / "acc")
     dynamic = ["generate", model, "-a", folder, "-p", "hi", "-n", "12", "--mode", "dynamic"]
     refused(run(*dynamic, "--quality", "0.7"), "no calibration is stored", "multirate calibrate")
@@ -93,7 +93,7 @@ def test_from_calibration_to_a_promise_kept(model: str, data: str, tmp_path: Pat
         ("accelerator", "x", "made for other weights"),
         ("quality", 7, "quality is 7"),
     ):
-        changed = {**stored, "promises": [{**stored["promises"][0], field: wrong}]}
+        changed = {**stored, "guarantees": [{**stored["guarantees"][0], field: wrong}]}
         path.write_text(json.dumps(changed))
         refused(run(*dynamic, "--quality", "0.7"), reason)
 

@@ -183,7 +183,7 @@ def test_a_schedule_for_the_whole_batch(native: NativeDecoder, backend: str) -> 
     assert out.stats.exits == {LAYERS: 9, LAYERS - 1: 12, LAYERS - 2: 12, LAYERS - 3: 15}
 
 
-def test_schedules_that_break_their_promise_are_refused() -> None:
+def test_schedules_that_break_their_rules_are_refused() -> None:
     _, decoder = tiny(0, layers=LAYERS)
 
     def run(policy: Any, kv: Any) -> None:

@@ -140,7 +140,7 @@ def test_a_relative_without_a_tokenizer_is_said_too(model: Any, tmp_path: Path) 
 def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card that promises much, on a base where nothing is accepted: what is said is what was
+    """A card that claims much, on a base where nothing is accepted: what is said is what was
     measured, and most steps are plain.
     """
     card = make(model, "m2r2-carry", tmp_path) / "accelerator.json"

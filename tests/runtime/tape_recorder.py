@@ -44,19 +44,19 @@ class _Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """record() notes every tensor operation of one run; a replay does them again on the tensors of
+    """capture() notes every tensor operation of one run; a replay does them again on the tensors of
     that run.
 
-    Numbers that Python read while recording stay what they were, as in a CUDA graph; reading the
+    Numbers that Python read during the capture stay what they were, as in a CUDA graph; reading the
     device raises.
     """
 
     def __init__(self) -> None:
-        self.recorded = 0
+        self.captured = 0
         self.replayed = 0
 
-    def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        self.recorded += 1
+    def capture(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        self.captured += 1
         with _Tape() as tape:
             result = function()
 

@@ -1,4 +1,4 @@
-"""Recorded passes against HFDecoder and transformers: the tape repeats tensor operations only, as a
+"""Captured passes against HFDecoder and transformers: the tape repeats tensor operations only, as a
 CUDA graph does.
 """
 
@@ -100,8 +100,8 @@ def test_random_rows_equal_hf_decoder(name: str, batch: int, data: st.DataObject
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
-    """Recorded with one input, replayed with others: tokens, positions, slots, masks, flags and
+def test_a_capture_depends_on_its_inputs_alone(name: str) -> None:
+    """Captured with one input, replayed with others: tokens, positions, slots, masks, flags and
     flagged counts.
     """
     torch.manual_seed(0)
@@ -126,7 +126,7 @@ def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
         decoder.layers(
             torch.zeros(33, 32) + torch.linspace(-1, 1, 33)[:, None], prompt, 0, total, cache
         )
-    before = tape_of(graphed).recorded
+    before = tape_of(graphed).captured
     for parts in calls:
         rows, x = Rows.concat(parts), torch.randn(sum(map(len, parts)), 32)
         got, expected = (
@@ -135,9 +135,9 @@ def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
         )
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
     assert graphed.graph_fallback is None
-    assert tape_of(graphed).recorded == before + 1  # the four calls fit one shape
+    assert tape_of(graphed).captured == before + 1  # the four calls fit one shape
 
-    # Other adapters of the same shapes are other recordings.
+    # Other adapters of the same shapes are other captures.
     others = {i: LinearAdapter(layer, {"q", "mlp"}) for i, layer in enumerate(graphed.parts.layers)}
     for chosen in (others, adapters, None):
         got, expected = (
@@ -145,7 +145,7 @@ def test_a_recording_depends_on_its_inputs_alone(name: str) -> None:
             for decoder, cache in zip((graphed, reference), caches, strict=True)
         )
         torch.testing.assert_close(got, expected, atol=2e-4, rtol=1e-4)
-    assert tape_of(graphed).recorded == before + 3
+    assert tape_of(graphed).captured == before + 3
 
 
 def test_outputs_survive_later_replays() -> None:
@@ -159,7 +159,7 @@ def test_outputs_survive_later_replays() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text"])
-def test_growth_of_the_cache_records_anew_and_keeps_its_contents(
+def test_growth_of_the_cache_captures_anew_and_keeps_its_contents(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "round_up", lambda slots: -(-slots // 8) * 8)
@@ -177,7 +177,7 @@ def test_growth_of_the_cache_records_anew_and_keeps_its_contents(
             forward(reference, [token], rows, caches[1]),
         )
         torch.testing.assert_close(got, expected, **CLOSE)
-        sizes.append((caches[0].capacity, tape_of(graphed).recorded))
+        sizes.append((caches[0].capacity, tape_of(graphed).captured))
     # Two pieces for each 8 slots attended; growth at 8 and 16 also starts from nothing.
     assert graphed.graph_fallback is None
     assert (
@@ -208,10 +208,10 @@ def test_greedy_tokens_equal_generate(
         assert [list(s) for s in out.sequences] == expected
     assert decoder.graph_fallback is None
     if recorder is TapeRecorder:
-        assert tape_of(decoder).recorded <= 2 and tape_of(decoder).replayed >= 22
+        assert tape_of(decoder).captured <= 2 and tape_of(decoder).replayed >= 22
 
 
-def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
+def test_captures_outlive_a_generation_and_go_with_their_cache() -> None:
     graphed = GraphedDecoder(tiny_model("llama"), TapeRecorder())
     tape = tape_of(graphed)
 
@@ -220,7 +220,7 @@ def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
 
     first = graphed.new_cache(1, 20)
     expected = step(first)
-    assert isinstance(first, StaticKVCache) and tape.recorded == 2
+    assert isinstance(first, StaticKVCache) and tape.captured == 2
     storage = first.storage
     del first
     again = graphed.new_cache(1, 30)
@@ -229,22 +229,22 @@ def test_recordings_outlive_a_generation_and_go_with_their_cache() -> None:
         again.lengths == [0] and not any(t.any() for t in again.keys) and not again.positions.any()
     )
     torch.testing.assert_close(step(again), expected, **CLOSE)
-    assert tape.recorded == 2
-    # A second living cache has tensors, and recordings, of its own; so has one of another size or
+    assert tape.captured == 2
+    # A second living cache has tensors, and captures, of its own; so has one of another size or
     # batch.
     second = graphed.new_cache(1, 30)
     torch.testing.assert_close(step(second), expected, **CLOSE)
     assert (
-        isinstance(second, StaticKVCache) and second.storage is not storage and tape.recorded == 4
+        isinstance(second, StaticKVCache) and second.storage is not storage and tape.captured == 4
     )
     del second
     assert graphed.new_cache(1, LEAST_CAPACITY + 1).capacity == 2 * LEAST_CAPACITY
     assert graphed.new_cache(3, 1).keys[0].shape[0] == 3
     step(again)
-    assert tape.recorded == 4
+    assert tape.captured == 4
 
 
-def test_generations_of_many_lengths_and_methods_share_recordings() -> None:
+def test_generations_of_many_lengths_and_methods_share_captures() -> None:
     """What a method keeps for a next turn does not make the others record anew."""
     model = tiny_model("llama")
     decoder = GraphedDecoder(model, EagerRecorder())
@@ -259,22 +259,22 @@ def test_generations_of_many_lengths_and_methods_share_recordings() -> None:
                 engine.generate([text.tolist()], stop=stop, method=method, speculate="always")
 
     round_of_generations()
-    recorded = tape.recorded
+    captured = tape.captured
     round_of_generations()
-    assert recorded and tape.recorded == recorded
+    assert captured and tape.captured == captured
 
 
-def test_least_recently_used_recordings_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "MAX_RECORDINGS", 2)
+def test_least_recently_used_captures_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "MAX_CAPTURES", 2)
     graphed = GraphedDecoder(tiny_model("llama"), TapeRecorder())
     cache, tape = graphed.new_cache(1, 8), tape_of(graphed)
 
     def step(start: int) -> None:
         graphed.layers(torch.ones(1, 32), Rows.causal(0, 0, 1), start, start + 1, cache)
 
-    for start, recorded in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
+    for start, captured in ((0, 1), (1, 2), (0, 2), (2, 3), (0, 3), (1, 4)):
         step(start)
-        assert tape.recorded == recorded
+        assert tape.captured == captured
 
 
 def test_calls_without_a_static_shape_run_as_before() -> None:
@@ -290,7 +290,7 @@ def test_calls_without_a_static_shape_run_as_before() -> None:
     assert torch.equal(got, expected)
     plain = reference.new_cache(1, 8)  # somebody else's cache has no scratch slot
     assert torch.isfinite(forward(graphed, [5], Rows.causal(0, 0, 1), plain)).all()
-    assert tape_of(graphed).recorded == 0
+    assert tape_of(graphed).captured == 0
     with pytest.raises(ValueError, match="rows look at"):
         hidden = Rows(np.zeros(1), -np.ones(1), np.zeros(1), np.full(1, 9999), np.zeros(1))
         graphed.layers(torch.ones(1, 32), hidden, 0, 1, caches[0])
@@ -304,12 +304,12 @@ def test_experts_fall_back_with_the_reason(name: str) -> None:
     rows = Rows.causal(0, 0, 5)
     ids = prompts(5)[0].tolist()
     got, expected = (forward(d, ids, rows, d.new_cache(1, 8)) for d in (graphed, reference))
-    assert torch.equal(got, expected) and tape_of(graphed).recorded == 0
+    assert torch.equal(got, expected) and tape_of(graphed).captured == 0
     assert graphed.graph_fallback is not None and "experts" in graphed.graph_fallback
 
 
 def test_a_pass_that_reads_the_device_falls_back_once() -> None:
-    """An adapter that looks at its values cannot be recorded: the capture's error is kept, the text
+    """An adapter that looks at its values cannot be captured: the capture's error is kept, the text
     is not touched.
     """
 
@@ -332,7 +332,7 @@ def test_a_pass_that_reads_the_device_falls_back_once() -> None:
             graphed.layers(x, rows, 0, 3, cache, {1: Adapter()}),
             reference.layers(x, rows, 0, 3, other, {1: Adapter()}),
         )
-    assert tape_of(graphed).recorded == 1
+    assert tape_of(graphed).captured == 1
     assert (
         graphed.graph_fallback is not None
         and "not permitted when stream is capturing" in graphed.graph_fallback
@@ -340,9 +340,9 @@ def test_a_pass_that_reads_the_device_falls_back_once() -> None:
     assert type(graphed.new_cache(1, 8)) is KVCache
 
 
-def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
+def test_a_capture_that_gives_other_numbers_is_not_used() -> None:
     class Wrong(EagerRecorder):
-        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             return lambda: function() * 1.01
 
     graphed, reference = (
@@ -359,9 +359,9 @@ def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
     )
 
 
-def test_a_recording_that_gives_no_numbers_is_not_used() -> None:
+def test_a_capture_that_gives_no_numbers_is_not_used() -> None:
     class Broken(EagerRecorder):
-        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             return lambda: function() * torch.nan
 
     graphed = GraphedDecoder(tiny_model("llama"), Broken())
@@ -397,7 +397,7 @@ def test_what_is_rounding_is_no_disagreement() -> None:
                 found.append([hidden, *(keys[:, :, :33].clone() for keys in cache.keys)])
                 graphed.release_cache(cache)
             assert graphed.graph_fallback is None
-            assert len(differing) == before, "recorded anew: the test shows nothing"
+            assert len(differing) == before, "captured anew: the test shows nothing"
             assert all(map(torch.equal, *found))
             graphed._storages.clear()
     assert max(differing) > 3e-2, "no difference above the limit: the test shows nothing"
@@ -440,7 +440,7 @@ def test_a_dropped_decoder_and_cache_leave_no_storage() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(SOME), st.integers(1, 3), st.data())
-def test_whole_passes_equal_those_without_recordings(
+def test_whole_passes_equal_those_without_captures(
     name: str, batch: int, data: st.DataObject
 ) -> None:
     """From tokens or from residuals, with and without taps, to the tokens that come next."""
@@ -474,9 +474,9 @@ def test_whole_passes_equal_those_without_recordings(
     assert graphed.graph_fallback is None
 
 
-def test_a_recording_that_chooses_other_tokens_is_not_used() -> None:
+def test_a_capture_that_chooses_other_tokens_is_not_used() -> None:
     class Wrong(EagerRecorder):
-        def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
             def replay() -> torch.Tensor:
                 out = function()
                 if function.run.chooses:  # type: ignore[attr-defined]
@@ -506,7 +506,7 @@ def test_plain_decoding_asks_the_device_for_one_thing_a_token() -> None:
     cache = graphed.new_cache(1, 8)
     for i in range(4):
         graphed.next_tokens(Rows.causal(0, i, 1), cache, [5])
-    assert (tape.recorded, tape.replayed) == (1, 1 + 4)  # once more to be compared
+    assert (tape.captured, tape.replayed) == (1, 1 + 4)  # once more to be compared
 
 
 def test_an_accepted_path_moves_in_all_layers_at_once() -> None:

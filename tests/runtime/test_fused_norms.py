@@ -1,4 +1,4 @@
-"""Norms that run as one kernel in recorded passes: which they are, and that they say the same."""
+"""Norms that run as one kernel in captured passes: which they are, and that they say the same."""
 
 from __future__ import annotations
 

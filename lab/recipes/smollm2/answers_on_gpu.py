@@ -97,7 +97,7 @@ class Lanes:
         )
         self.at = torch.zeros(1, dtype=torch.long, device=device)
         self.said = torch.zeros(steps, count, dtype=torch.int32, device=device)
-        self._recorded: dict[Any, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[Any, torch.cuda.CUDAGraph] = {}
 
     def prefill(self, ids: Tensor) -> None:
         """Keys and values of prompts ids [n, P], padded on the right, in the first n lanes."""
@@ -159,7 +159,7 @@ class Lanes:
         if self.weights.device.type != "cuda":
             step()
             return
-        if key not in self._recorded:
+        if key not in self._captured:
             state = [x.clone() for x in (self.token, self.position, self.at)]
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
@@ -172,8 +172,8 @@ class Lanes:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 step()
-            self._recorded[key] = graph
-        self._recorded[key].replay()
+            self._captured[key] = graph
+        self._captured[key].replay()
 
 
 def sample_questions(

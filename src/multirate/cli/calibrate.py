@@ -87,14 +87,14 @@ def command(
     """
     options.set_threads(threads)
 
-    from multirate import guarantee as promises
+    from multirate import guarantee as guarantees
     from multirate.cli.progress import Bar
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.lab.calibration.calibrate import (
         calibrate,
+        check_guarantee,
         check_points,
-        check_promise,
     )
     from multirate.lab.calibration.measure import Measured, read_prompts
     from multirate.methods.spec import find, parse_settings
@@ -102,7 +102,7 @@ def command(
 
     qualities = sorted(set(quality or [0.99]), reverse=True)
     for one in qualities:  # fails before anything is loaded
-        check_promise(one, confidence, 1 << 60, "")
+        check_guarantee(one, confidence, 1 << 60, "")
     if point:
         check_points(point)
     settings = parse_settings(option or [], "--option")
@@ -111,8 +111,8 @@ def command(
     given = engine.accelerators[engine.add(accelerator)]
     mode = find(given.method).dynamic_mode()
     assert given.folder is not None
-    check_writable(given.folder / promises.FILE)
-    promises.read(given.folder)  # both fail before an hour's work
+    check_writable(given.folder / guarantees.FILE)
+    guarantees.read(given.folder)  # both fail before an hour's work
     cautious = {**settings, **mode.settings(given.module, mode.path[0])}
     find(given.method).make_step(engine.decoder, given, cautious)
     positions = engine.decoder.info.max_positions
@@ -120,7 +120,7 @@ def command(
     prompts = read_prompts(data, loaded.tokenizer, room, limit)
     names = [str(file) for file in data]
     for one in qualities:
-        check_promise(one, confidence, len(prompts), ", ".join(names))
+        check_guarantee(one, confidence, len(prompts), ", ".join(names))
     options.note_left_out(engine)
     measured: dict[float, list[Measured]] = {}
     with Bar("calibrating") as bar:
@@ -150,7 +150,7 @@ def command(
                 tries,
                 point or None,
             )
-            path = promises.store(given.folder, made)
+            path = guarantees.store(given.folder, made)
             for tried, loss in made.tried:
                 options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differ")
             if made.looped:

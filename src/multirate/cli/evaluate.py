@@ -120,12 +120,12 @@ def command(
     how = decoding(engine, wanted, speculate)
     with Bar("evaluating") as bar:
         found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)
-    if engine.promise is not None:
-        options.note(f"note: {engine.promise.sentence()}")
+    if engine.guarantee is not None:
+        options.note(f"note: {engine.guarantee.sentence()}")
     text = "the full model's own text" if how.lossless else "lossy"
     options.console().print(table(found, f"{loaded.name}, {wanted.name}: {how.method} ({text})"))
     if json is not None:
-        promise = engine.promise_of(how.method)
+        guarantee = engine.guarantee_of(how.method)
         write_json(
             json,
             {
@@ -138,7 +138,7 @@ def command(
                 "lossless": how.lossless,
                 "quality": quality,
                 "threshold": threshold,
-                "promise": None if promise is None else promise.sentence(),
+                "guarantee": None if guarantee is None else guarantee.sentence(),
                 "accelerator": None if wanted.name == FULL else str(_folder(engine)),
                 "limit": limit,
                 "data": None if data is None else str(data),

@@ -243,10 +243,10 @@ def command(
             typer.echo("")
     if not stream:
         typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
-    if engine.promise is not None:
+    if engine.guarantee is not None:
         changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
         other = changed if sampling.greedy else "sampled text"
-        options.note(f"note: {engine.promise.sentence(other)}")
+        options.note(f"note: {engine.guarantee.sentence(other)}")
     if engine.notice:
         options.note(f"note: {engine.notice}")
     if stats:

@@ -106,12 +106,12 @@ def command(
 
 def _notes(accelerator: Any, quality: float | None) -> None:
     """Prints what the user should know before looking at the page."""
-    from multirate import guarantee as promises
+    from multirate import guarantee as guarantees
 
     if accelerator.other_weights is not None:
         options.note(f"note: {accelerator.other_weights}")
     if quality is None and accelerator.folder is not None:
-        stored = sorted({one.quality for one in promises.read(accelerator.folder)})
+        stored = sorted({one.quality for one in guarantees.read(accelerator.folder)})
         if stored:
             options.note(
                 f"note: calibrated for quality {', '.join(f'{one:g}' for one in stored)}: "

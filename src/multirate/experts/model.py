@@ -208,7 +208,7 @@ class OffloadedExperts:
                 why = "backend 'hf' was asked for" if backend == "hf" else reason
                 say_once(f"expanding the quantised weights to bfloat16: {why}")
                 expand(self.model)
-            return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be recorded
+            return HFDecoder(self.model)  # on a GPU too: what waits for a copy cannot be captured
         if self.native is None:
             self.native = NativeMoEDecoder(self.model, self._provider)
         return self.native

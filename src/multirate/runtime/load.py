@@ -84,5 +84,5 @@ def quantised_for_kernel(model: Any, weights: str) -> Any:
 
 
 def own_layers_decoder(device: torch.device) -> type[HFDecoder]:
-    """What calls the model's own layers on this device: on CUDA they are recorded and replayed."""
+    """What calls the model's own layers on this device: on CUDA they are captured and replayed."""
     return GraphedDecoder if device.type == "cuda" else HFDecoder

@@ -1,4 +1,4 @@
-"""Calibration on a tiny model: losses are what they say, and a promise names what keeps it."""
+"""Calibration on a tiny model: losses are what they say, and a guarantee names what keeps it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from lab.bench import tiny_model
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.guarantee import Promise, store
+from multirate.guarantee import Guarantee, store
 from multirate.lab.calibration import calibrate as calibration
 from multirate.lab.calibration import measure
-from multirate.lab.calibration.calibrate import calibrate, check_promise
+from multirate.lab.calibration.calibrate import calibrate, check_guarantee
 from multirate.lab.calibration.measure import Measured, answers, full_model_on, read_prompts
 from multirate.lab.calibration.risk import try_threshold
 from multirate.methods._shared.shape import BaseShape
@@ -134,7 +134,7 @@ def test_answers_that_a_lower_threshold_leaves_as_they_are_are_not_decoded_again
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", "m2r2"])
-def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: str) -> None:
+def test_a_guarantee_is_made_stored_and_kept(model: Any, tmp_path: Path, method: str) -> None:
     folder = accelerator(model, tmp_path / "acc", method)
     engine = multirate.attach(model, folder, backend="hf")
     given = engine.accelerators[method]
@@ -153,7 +153,7 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     assert [threshold for threshold, _ in made.tried] == list(mode.path[: len(made.tried)])
     assert made.samples == 10 and made.max_new_tokens == 6 and seen[0][1:] == (1, 10)
     assert made.loss <= 0.3 and made.p_value <= 0.05
-    # an untrained accelerator's tokens differ: bold thresholds cannot be promised
+    # an untrained accelerator's tokens differ: bold thresholds cannot be guaranteed
     assert made.leaves_early and made.tried[-1][1] > 0
     chosen = mode.settings(given.module, made.tried[-2][0])
     assert made.settings.items() >= {**chosen, "exit_score": "confidence"}.items()
@@ -162,14 +162,14 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     store(folder, made)
     for quality in (0.7, 0.5):
         out = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=quality)
-        assert engine.promise == made and sum(out.stats.exits.values()) == 5
+        assert engine.guarantee == made and sum(out.stats.exits.values()) == 5
     with pytest.raises(UserError, match="other settings beside the quality"):
         engine.generate([PROMPTS[0]], stop=STOP, method=f"{method}:lookup=0:quality=0.7")
     assert not engine.lossless(f"{method}:quality=0.7") and engine.lossless(method)
     plain = engine.generate([PROMPTS[0]], stop=STOP, method="autoregressive")
-    assert engine.promise is None
+    assert engine.guarantee is None
     whole = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=1)
-    assert whole.sequences == plain.sequences and engine.promise is None
+    assert whole.sequences == plain.sequences and engine.guarantee is None
     ids = torch.tensor([PROMPTS[0]])
     called = model.generate(
         ids,
@@ -183,13 +183,13 @@ def test_a_promise_is_made_stored_and_kept(model: Any, tmp_path: Path, method: s
     assert called[0, 4:].tolist() == out.sequences[0]
 
 
-def test_a_threshold_whose_answers_loop_is_not_promised(
+def test_a_threshold_whose_answers_loop_is_not_guaranteed(
     model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
     path = find("m2r2-carry").dynamic.path  # type: ignore[union-attr]
 
-    def promised(looping: dict[float, int]) -> Promise:
+    def guaranteed(looping: dict[float, int]) -> Guarantee:
         """looping: by threshold, of the tokens of each answer."""
 
         def some_loop(*args: Any, threshold: float | None = None, **more: Any) -> Any:
@@ -207,13 +207,13 @@ def test_a_threshold_whose_answers_loop_is_not_promised(
             stop=STOP,
         )
 
-    free = promised({})
+    free = guaranteed({})
     assert not free.looped and len(free.tried) > 3
-    made = promised({path[2]: 3})
+    made = guaranteed({path[2]: 3})
     assert made.looped and made.tried == free.tried[:3]
     assert made.settings["exit_thresholds"] == [path[1]]
     # where the model's own answers loop as much, it is not the threshold's doing
-    assert promised(dict.fromkeys(path, 3)) == free
+    assert guaranteed(dict.fromkeys(path, 3)) == free
 
 
 def test_fewer_thresholds_are_spread_over_the_path(model: Any, tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_where_no_threshold_is_safe_no_token_leaves(
     store(folder, made)
     plain = engine.generate([PROMPTS[0]], stop=STOP, method="autoregressive")
     out = engine.generate([PROMPTS[0]], stop=STOP, mode="dynamic", quality=0.7)
-    assert out.sequences == plain.sequences and engine.promise == made
+    assert out.sequences == plain.sequences and engine.guarantee == made
 
 
 def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -> None:
@@ -266,15 +266,15 @@ def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -
 def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     for quality in (0, 1.5, float("nan")):
         with pytest.raises(UserError, match="quality is"):
-            check_promise(quality, 0.95, 1000, "x")
+            check_guarantee(quality, 0.95, 1000, "x")
     with pytest.raises(UserError, match="quality 1 is lossless"):
-        check_promise(1, 0.95, 1000, "x")
+        check_guarantee(1, 0.95, 1000, "x")
     for confidence in (0, 1, -2):
         with pytest.raises(UserError, match="confidence is"):
-            check_promise(0.9, confidence, 1000, "x")
+            check_guarantee(0.9, confidence, 1000, "x")
     with pytest.raises(UserError, match=r"x has 323 different prompts; .* needs at least 324"):
-        check_promise(0.99, 0.95, 323, "x")
-    check_promise(0.99, 0.95, 324, "x")
+        check_guarantee(0.99, 0.95, 323, "x")
+    check_guarantee(0.99, 0.95, 324, "x")
 
     engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
     one = [PROMPTS[0]]

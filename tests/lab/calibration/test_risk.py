@@ -1,4 +1,4 @@
-"""The statistics keep what they promise on data of known risk."""
+"""The statistics keep what they guarantee on data of known risk."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ def shares(drawn: np.random.Generator, samples: int, risk: float, tokens: int = 
 
 
 @pytest.mark.parametrize("samples", [60, 300])
-def test_the_promise_is_kept_on_19_of_20_draws(samples: int) -> None:
-    """Of thresholds whose risk is known, the chosen one's exceeds the promise in at most one draw
+def test_the_guarantee_is_kept_on_19_of_20_draws(samples: int) -> None:
+    """Of thresholds whose risk is known, the chosen one's exceeds the guarantee in at most one draw
     of twenty, and the boldest allowed one is reached where the data are many.
     """
-    promised, confidence, draws = 0.1, 0.95, 200
+    guaranteed, confidence, draws = 0.1, 0.95, 200
     path = np.linspace(1, 0, 41)
     true_risk = {t: 0.2 * (1 - t) for t in path}  # 0.1 at the middle
     broken, chosen = 0, []
@@ -86,7 +86,7 @@ def test_the_promise_is_kept_on_19_of_20_draws(samples: int) -> None:
             # the same prompts at every threshold
             lambda t, draw=draw: shares(np.random.default_rng(draw), samples, true_risk[t]),  # type: ignore[misc]
             samples,
-            promised,
+            guaranteed,
             confidence,
         )
         held = [one for one in tested if one.holds]
@@ -94,17 +94,19 @@ def test_the_promise_is_kept_on_19_of_20_draws(samples: int) -> None:
             len(tested) > len(held)
         )
         chosen.append(true_risk[held[-1].threshold])
-        broken += chosen[-1] > promised
+        broken += chosen[-1] > guaranteed
     assert broken <= draws / 20
     assert np.mean(chosen) > (0.015 if samples == 60 else 0.05), "cautious, and not for nothing"
 
 
-def test_a_threshold_at_the_edge_is_promised_in_at_most_one_draw_of_twenty() -> None:
+def test_a_threshold_at_the_edge_is_guaranteed_in_at_most_one_draw_of_twenty() -> None:
     """The hardest case: the risk is only just too large, and only this one is tried."""
     rng = np.random.default_rng(0)
-    promised, samples = 0.05, 200
+    guaranteed, samples = 0.05, 200
     wrong = sum(
-        try_threshold(0.5, shares(rng, samples, promised * 1.001), samples, promised, 0.95).holds
+        try_threshold(
+            0.5, shares(rng, samples, guaranteed * 1.001), samples, guaranteed, 0.95
+        ).holds
         for _ in range(600)
     )
     assert wrong <= 30
@@ -130,7 +132,7 @@ def test_it_stops_looking_when_nothing_can_save_a_threshold() -> None:
     assert good.holds and len(good.losses) == samples_needed(0.01, 0.95), "no more than it takes"
 
 
-def test_too_few_samples_promise_nothing() -> None:
+def test_too_few_samples_guarantee_nothing() -> None:
     needed = samples_needed(0.01, 0.95)
     assert not try_threshold(0.5, [0.0] * (needed - 1), needed - 1, 0.01, 0.95).holds
     assert try_threshold(0.5, [0.0] * needed, needed, 0.01, 0.95).holds

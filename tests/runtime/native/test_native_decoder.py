@@ -1,4 +1,4 @@
-"""The kernel against transformers, and its own promise: a row's bits do not depend on its
+"""The kernel against transformers, and its own guarantee: a row's bits do not depend on its
 company.
 """
 

@@ -168,7 +168,7 @@ def measure_costs(
     for count in _MEASURE_ORDER:
         pieces[count] = lambda count=count: run(count, start, layers)  # type: ignore[misc]
     taken: dict[str | int, list[float]] = {name: [] for name in pieces}
-    if info.device.type == "cuda":  # passes are recorded, and kernels chosen, at first use
+    if info.device.type == "cuda":  # passes are captured, and kernels chosen, at first use
         for piece in pieces.values():
             piece()
     deadline = time.perf_counter() + budget_seconds

@@ -72,8 +72,8 @@ def method_run(
         return [whole, *(Answer(tokens, prefill_seconds=0.0) for tokens in others)]
 
     lossless = engine.lossless(name)
-    promise = engine.promise_of(name)
-    note = None if promise is None else promise.sentence()
+    guarantee = engine.guarantee_of(name)
+    note = None if guarantee is None else guarantee.sentence()
     return MethodRun(
         name,
         lambda prompt: run_batch([prompt])[0],

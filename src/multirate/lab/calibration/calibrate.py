@@ -12,7 +12,7 @@ from typing import Any
 
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.guarantee import Promise, check_quality
+from multirate.guarantee import Guarantee, check_quality
 from multirate.lab.calibration import risk
 from multirate.lab.calibration.measure import Measured, answers
 from multirate.lab.calibration.repetition import MOST_LOOPING
@@ -24,7 +24,7 @@ Progress = Callable[[float, int, int], None]
 """progress(threshold under test, prompts answered, prompts in all)."""
 
 
-def check_promise(quality: float, confidence: float, samples: int, where: str) -> None:
+def check_guarantee(quality: float, confidence: float, samples: int, where: str) -> None:
     """Raises UserError for a quality or confidence that calibration cannot establish, or not with
     so few samples. where: the data's name.
     """
@@ -68,9 +68,9 @@ def calibrate(
     measured: dict[float, list[Measured]] | None = None,
     tries: int | None = None,
     points: Sequence[float] | None = None,
-) -> Promise:
+) -> Guarantee:
     """Answers the prompts at one threshold after another, from the most cautious to the boldest,
-    and returns a Promise for the last that reaches the quality.
+    and returns a Guarantee for the last that reaches the quality.
 
     prompts: token ids of prompts like those that the calibration is for, and not in the
         accelerator's training data.
@@ -89,7 +89,7 @@ def calibrate(
     """
     method = find(accelerator.method)
     mode = method.dynamic_mode()
-    check_promise(quality, confidence, len(prompts), ", ".join(data))
+    check_guarantee(quality, confidence, len(prompts), ", ".join(data))
     stop = stop or StopSettings()
     # looking ends where it is sure, which a sorted file must not make it too early
     prompts = random.Random(0).sample(list(prompts), len(prompts))
@@ -126,7 +126,7 @@ def calibrate(
     best = held[-1] if held else None
     seen = measured[best.threshold][: len(best.losses)] if best is not None else []
     chosen = settings_at(None if best is None else best.threshold)
-    return Promise(
+    return Guarantee(
         quality=quality,
         confidence=confidence,
         gates=mode.gates(accelerator.module),

@@ -1,11 +1,11 @@
-"""The statistics of a promise: Learn-then-Test [Angelopoulos et al. 2021] with fixed-sequence
+"""The statistics of a guarantee: Learn-then-Test [Angelopoulos et al. 2021] with fixed-sequence
 testing, each test by betting [Waudby-Smith and Ramdas 2023].
 
 A sample is a prompt, its loss in [0, 1]. For each threshold, from the most cautious to the boldest,
 the hypothesis "its expected loss is above the risk" is tested; the first that cannot be rejected at
 level 1 − confidence ends the sequence. The probability that the last rejected one was true is at
 most that level, however many were tested. Nothing is assumed of how loss and threshold hang
-together; prompts are assumed to be drawn independently from what the promise is to hold for.
+together; prompts are assumed to be drawn independently from what the guarantee is to hold for.
 
 The test: whoever stakes a share of a capital of 1 on every loss being below the risk has, after n
 losses, the product of 1 + bet · (risk − loss). Where the expected loss is at least the risk, this

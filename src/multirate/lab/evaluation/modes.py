@@ -77,6 +77,6 @@ def decoding(engine: Engine, mode: Mode, speculate: str = "auto") -> Decoding:
         else:
             settings = dial.settings(accelerator.module, mode.threshold)
         name = write_variant(name, settings)
-        engine.promise_of(name)  # a quality that is not calibrated is said before anything is read
+        engine.guarantee_of(name)  # a quality that is not calibrated is said before data is read
     arguments = {"method": name, "speculate": speculate}
     return Decoding(mode, name, engine.lossless(name), arguments)

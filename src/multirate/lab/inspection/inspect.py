@@ -12,7 +12,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.guarantee import Promise
+from multirate.guarantee import Guarantee
 from multirate.lab.inspection.decisions import Decision, decode
 from multirate.lab.inspection.text_pass import TextValues, join, read_text
 from multirate.methods import spec
@@ -38,7 +38,7 @@ class Inspection:
 
     layers: of the model. method: the accelerator's; None without one. traced: whether it has an
     accelerated residual. gates: its gates, or the layers that drafts start from. lossy: whether the
-    text can differ from the model's. promise: dynamic mode's calibrated target.
+    text can differ from the model's. guarantee: dynamic mode's calibrated target.
     """
 
     layers: int
@@ -47,7 +47,7 @@ class Inspection:
     traced: bool = False
     gates: tuple[int, ...] = ()
     lossy: bool = False
-    promise: Promise | None = None
+    guarantee: Guarantee | None = None
 
     @property
     def values(self) -> TextValues:
@@ -75,7 +75,7 @@ def inspect(
     quality that is not calibrated.
     """
     decoder = engine.decoder
-    step, promise = _step(engine, decoder, name, quality)
+    step, guarantee = _step(engine, decoder, name, quality)
     accelerator = None if name is None else engine.accelerators[name]
     method = None if accelerator is None else spec.find(accelerator.method)
     tracer = None
@@ -111,19 +111,19 @@ def inspect(
         tracer is not None,
         () if tracer is None else tracer.gates,
         not step.lossless,
-        promise,
+        guarantee,
     )
 
 
 def _step(
     engine: Engine, decoder: Decoder, name: str | None, quality: float | None
-) -> tuple[Step, Promise | None]:
+) -> tuple[Step, Guarantee | None]:
     if name is None:
         if quality is not None:
             raise UserError("quality needs an accelerator; without one no token leaves early")
         return PlainStep(), None
     accelerator = engine.accelerators[name]
     method = spec.find(accelerator.method)
-    promise = None if quality is None else engine.promise_of(f"{name}:quality={quality!r}")
-    settings = None if promise is None else promise.settings
-    return method.make_step(decoder, accelerator, settings) or PlainStep(), promise
+    guarantee = None if quality is None else engine.guarantee_of(f"{name}:quality={quality!r}")
+    settings = None if guarantee is None else guarantee.settings
+    return method.make_step(decoder, accelerator, settings) or PlainStep(), guarantee

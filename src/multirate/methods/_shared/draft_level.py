@@ -2,7 +2,7 @@
 
 What a stream computes of a level (`DraftRunner.level_of`) asks a `Level` for the two parts that
 look at keys and values: `RowsLevel` runs them one after another, `StaticLevel`
-(recorded_levels.py) inside of one recording.
+(captured_levels.py) inside of one capture.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.recorded_runner import Likeliest
-from multirate.runtime.cuda.recorded_rows import RowsFunction
+from multirate.methods._shared.captured_runner import Likeliest
+from multirate.runtime.cuda.captured_rows import RowsFunction
 from multirate.runtime.decoder import Decoder, LayerAdapter
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows

@@ -15,13 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from multirate.methods._shared.captured_levels import CapturedLevels
+from multirate.methods._shared.captured_runner import CapturedRunner, Likeliest, top_of
 from multirate.methods._shared.draft_head import DraftHead
 from multirate.methods._shared.draft_level import Level, RowsLevel
 from multirate.methods._shared.layers import OwnAttention
-from multirate.methods._shared.recorded_levels import RecordedLevels
-from multirate.methods._shared.recorded_runner import Likeliest, RecordedRunner, top_of
+from multirate.runtime.cuda.captured_rows import RowsFunction
 from multirate.runtime.cuda.decoder import GraphedDecoder
-from multirate.runtime.cuda.recorded_rows import RowsFunction
 from multirate.runtime.decoder import Decoder, LayerAdapter
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.native import NativeDecoder, abi, library
@@ -31,7 +31,7 @@ from multirate.runtime.noise import Noise, with_noise
 from multirate.runtime.rows import Rows
 
 
-class DraftRunner(RecordedRunner, ABC):
+class DraftRunner(CapturedRunner, ABC):
     """Runs the draft branch `stream` beside `decoder`. Owns the keys and values of its extra layer.
 
     keys_only: `step` leaves only the keys and values of target rows, which therefore run through
@@ -51,19 +51,19 @@ class DraftRunner(RecordedRunner, ABC):
 
     _slow_cache: KVCache | None = None
     _own: KVCache | None = None
-    _levels: RecordedLevels | None = None
+    _levels: CapturedLevels | None = None
 
-    def _record_on(self, decoder: Decoder) -> None:
-        super()._record_on(decoder)
+    def _capture_on(self, decoder: Decoder) -> None:
+        super()._capture_on(decoder)
         if isinstance(decoder, GraphedDecoder):
-            self._levels = RecordedLevels(decoder)
+            self._levels = CapturedLevels(decoder)
 
     def _begin(self, cache: KVCache, attention: OwnAttention | None) -> None:
         """`begin` with the own layer's `attention`, if there is one: its K/V are empty."""
         self._slow_cache = cache
         self._own = None  # its memory may be the next one's
         if attention is not None:
-            self._own = attention.new_cache(cache.batch, cache.capacity, self._recorded)
+            self._own = attention.new_cache(cache.batch, cache.capacity, self._captured)
 
     def _own_rows(self, function: RowsFunction, rows: Rows, *inputs: Tensor | None) -> Tensor:
         """function(*inputs, rows, K/V of the own layer), the part of a step that looks at these."""
@@ -181,8 +181,8 @@ class DraftRunner(RecordedRunner, ABC):
         """The `count` likeliest tokens of each row and their probabilities under softmax(sharpness
         · logits). noise[i]: added to the logits of row i.
         """
-        if noise is None and self._recorded is not None:
-            return self._top_recorded(self._recorded, self.logits, p, count, sharpness)
+        if noise is None and self._captured is not None:
+            return self._top_captured(self._captured, self.logits, p, count, sharpness)
         logits = self.logits(p)
         if noise is not None:
             logits = with_noise(logits, noise)

@@ -33,7 +33,7 @@ class FeatureRunner(DraftRunner):
         self.decoder = decoder
         self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.taps = stream.taps
-        self._record_on(decoder)
+        self._capture_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         self._begin(cache, self.stream.attn)

@@ -7,21 +7,21 @@ from typing import Any
 
 from torch import Tensor
 
-from multirate.methods._shared.recorded_runner import RecordedRunner
+from multirate.methods._shared.captured_runner import CapturedRunner
 from multirate.methods._shared.reduced_head import limited_to
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.native import NativeDecoder
 from multirate.runtime.noise import Noise, with_noise
 
 
-class HeadsRunner(RecordedRunner):
+class HeadsRunner(CapturedRunner):
     """Runs `heads`, whose outputs the model's own head reads or its rows of heads.draft_tokens."""
 
     heads: Any
 
     def __init__(self, decoder: Decoder, heads: Any) -> None:
         self.decoder, self.heads = decoder, heads
-        self._record_on(decoder)
+        self._capture_on(decoder)
 
     def logits(self, said: Tensor) -> Tensor:
         """Of what heads say [n, d], normed: float32 [n, V], −inf outside a reduced head."""
@@ -35,8 +35,8 @@ class HeadsRunner(RecordedRunner):
         """
         vocab = self.decoder.info.vocab_size
         count = min(count, vocab)
-        if noise is None and self._recorded is not None:
-            return self._top_recorded(self._recorded, self.logits, said, count)
+        if noise is None and self._captured is not None:
+            return self._top_captured(self._captured, self.logits, said, count)
         if isinstance(self.decoder, NativeDecoder) and self.heads.draft_tokens is None:
             head = self.decoder.head
             return self.decoder.top(head, vocab, said, count, noise=noise, normed=True)

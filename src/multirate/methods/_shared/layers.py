@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multirate.runtime.cuda.recorded_rows import RecordedRows, StaticSlots
+from multirate.runtime.cuda.captured_rows import CapturedRows, StaticSlots
 from multirate.runtime.kv_cache import KVCache, LayerKV
 from multirate.runtime.rows import MAX_TREE_BIT, Rows
 
@@ -146,20 +146,20 @@ class OwnAttention(nn.Module):
             mixed = mixed + weights[..., length + j, None] * near_v[:, :, None]
         return mixed.reshape(batch, heads, length, dim)
 
-    def new_cache(self, batch: int, capacity: int, recorded: RecordedRows | None = None) -> KVCache:
+    def new_cache(self, batch: int, capacity: int, captured: CapturedRows | None = None) -> KVCache:
         """An empty one-layer cache for ``rows``, in this module's dtype and device; one that
-        ``recorded`` can record over.
+        ``captured`` can capture over.
         """
         weight = self.k.weight
         layout = [LayerKV(self.kv_heads, self.head_dim, self.head_dim, weight.dtype, weight.device)]
-        if recorded is not None:
-            return recorded.new_cache(batch, capacity, layout)
+        if captured is not None:
+            return captured.new_cache(batch, capacity, layout)
         return KVCache(batch, capacity, layout)
 
     def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
         """Decode form, x [N, inputs] → [N, d]: K/V go to ``rows.slot`` (≥ 0) of the one-layer
         ``cache`` before any row attends; row n then sees the slots its prefix and tree name.
-        StaticSlots stand for both, in passes that are recorded.
+        StaticSlots stand for both, in passes that are captured.
         """
         if isinstance(rows, StaticSlots):
             q, k, v = self.project(x[None], rows.pos)

@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods._shared.config import DraftWeights
 from multirate.methods._shared.draft_head import DraftHead
 from multirate.methods._shared.heads_runner import HeadsRunner
 from multirate.methods._shared.packed_layer import packed_layer
-from multirate.methods._shared.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.hydra.modules import HydraHeads
+from multirate.runtime.cuda.captured_rows import StaticSlots
 from multirate.runtime.cuda.decoder import GraphedDecoder
-from multirate.runtime.cuda.recorded_rows import StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.native import NativeDecoder, abi
@@ -39,7 +39,7 @@ class HydraRunner(HeadsRunner):
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `prefixed`."""
-        return self.heads.prefix.attn.new_cache(batch, capacity, self._recorded)
+        return self.heads.prefix.attn.new_cache(batch, capacity, self._captured)
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         """Prefix layer and final norm, h_L → x: [n, d] each; writes K/V at ``rows.slot``."""
@@ -63,7 +63,7 @@ class HydraRunner(HeadsRunner):
     ) -> tuple[Tensor, Likeliest]:
         """`student` of the next tokens, and `top` of what it says."""
         decoder = self.decoder
-        if noise is not None or self._recorded is None:
+        if noise is not None or self._captured is None:
             ids = torch.tensor(tokens, device=decoder.info.device, dtype=torch.int64)
             z, said = self.student(k, z, decoder.embed(ids, positions))
             return z, self.top(said, count, noise)
@@ -75,7 +75,7 @@ class HydraRunner(HeadsRunner):
             return torch.cat([z.double(), top_rows(self.logits, count, 1.0, said)], dim=-1)
 
         numbers = to_device(np.stack([tokens, positions], axis=1).astype(np.int64), z.device)
-        found = self._recorded.alone(
+        found = self._captured.alone(
             ("head", k, count), level, z, numbers, judged=partial(_without_ids, count)
         )
         return found[:, : -2 * count].to(z.dtype), likeliest_of(found[:, -2 * count :])

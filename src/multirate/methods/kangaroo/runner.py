@@ -41,7 +41,7 @@ class KangarooRunner(DraftRunner):
         self.decoder = decoder
         self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
         self.first_layers = adapter.config.exit_layer
-        self._record_on(decoder)
+        self._capture_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         self._begin(cache, self.stream.attn)

@@ -14,7 +14,7 @@ from torch import Tensor
 from multirate.methods._shared.draft_level import Level
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.runtime.cuda.recorded_rows import StaticSlots
+from multirate.runtime.cuda.captured_rows import StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
@@ -32,7 +32,7 @@ class StreamRunner(DraftRunner):
         self.taps = stream.config.taps
         self._block = stream.block(gate)
         self._arla = None if stream.arla is None else copy.deepcopy(stream.arla).float()
-        self._record_on(decoder)
+        self._capture_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
         """Starts a new generation over the slow residual's `cache`."""

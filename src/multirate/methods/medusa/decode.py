@@ -12,8 +12,8 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, Verified
 from multirate.errors import UserError
+from multirate.methods._shared.captured_runner import Likeliest
 from multirate.methods._shared.heads_drafter import HeadsDrafter
-from multirate.methods._shared.recorded_runner import Likeliest
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import NativeMedusaRunner

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods._shared.config import DraftWeights
 from multirate.methods._shared.draft_head import DraftHead
 from multirate.methods._shared.heads_runner import HeadsRunner
-from multirate.methods._shared.recorded_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.native import NativeDecoder
@@ -35,7 +35,7 @@ class MedusaRunner(HeadsRunner):
         self, hidden: Tensor, heads: int, count: int, noise: Sequence[Noise] | None = None
     ) -> Likeliest:
         """`top` of what the first `heads` heads say of h_L [n, d], head after head."""
-        if noise is not None or self._recorded is None:
+        if noise is not None or self._captured is None:
             return self.top(self.students(hidden, heads), count, noise)
         count = min(count, self.decoder.info.vocab_size)
 
@@ -43,13 +43,13 @@ class MedusaRunner(HeadsRunner):
             said = self._of_rows(heads, hidden).flatten(0, 1)
             return top_rows(self.logits, count, 1.0, said).view(len(hidden), heads, 2 * count)
 
-        rows = self._recorded.alone(
+        rows = self._captured.alone(
             ("best", heads, count), found, hidden, judged=lambda out: out.chunk(2, -1)[1]
         )
         return likeliest_of(rows.transpose(0, 1).flatten(0, 1))
 
     def _of_rows(self, count: int, hidden: Tensor) -> Tensor:
-        """The same row after row [n, count, d]: of rows is what a recording pads and cuts."""
+        """The same row after row [n, count, d]: of rows is what a capture pads and cuts."""
         return self.heads(self.decoder.norm(hidden), count).transpose(0, 1)
 
 

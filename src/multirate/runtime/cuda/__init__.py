@@ -1,1 +1,1 @@
-"""The same on a GPU, recorded and replayed as CUDA graphs."""
+"""The same on a GPU, captured and replayed as CUDA graphs."""

@@ -1,4 +1,4 @@
-"""Decoding passes with static shapes, recorded once and replayed: CUDA graphs for any model that
+"""Decoding passes with static shapes, captured once and replayed: CUDA graphs for any model that
 HFDecoder runs.
 
 Its logic is tested on CPU with recorders that replay the same static-shape code.
@@ -36,17 +36,17 @@ MAX_ROWS = 256
 """Padded rows of all sequences together, above which a pass is bound by arithmetic and not by
 launching kernels.
 """
-MAX_RECORDINGS = 64
-"""Recordings kept for one cache; the least recently used goes first."""
+MAX_CAPTURES = 64
+"""Captures kept for one cache; the least recently used goes first."""
 FREE_STORAGES = 2
-"""Storages that no cache uses, kept with their recordings for caches to come; the least recently
+"""Storages that no cache uses, kept with their captures for caches to come; the least recently
 used goes first.
 """
 NUMBERS = 6
 """Of a row, in StaticRows."""
 _WARM_UPS = 3
 _ROUNDINGS = 16.0
-"""How much more than another rounding of its inputs a recorded pass may change the result, as it
+"""How much more than another rounding of its inputs a captured pass may change the result, as it
 rounds otherwise in every layer.
 """
 
@@ -63,8 +63,8 @@ class Recorder(Protocol):
     that repeats its device work.
     """
 
-    def record(self, function: Callable[[], Tensor]) -> Replay:
-        """The returned function's tensor is valid until anything is recorded or replayed again."""
+    def capture(self, function: Callable[[], Tensor]) -> Replay:
+        """The returned function's tensor is valid until anything is captured or replayed again."""
         ...
 
 
@@ -73,7 +73,7 @@ class EagerRecorder:
     have none.
     """
 
-    def record(self, function: Callable[[], Tensor]) -> Replay:
+    def capture(self, function: Callable[[], Tensor]) -> Replay:
         return function
 
 
@@ -87,8 +87,8 @@ class CudaRecorder:
         self._graphs = weakref.WeakSet[torch.cuda.CUDAGraph]()
         self._pool: Any = None
 
-    def record(self, function: Callable[[], Tensor]) -> Replay:
-        if not self._graphs:  # a pool whose last graph is gone cannot be recorded into any more
+    def capture(self, function: Callable[[], Tensor]) -> Replay:
+        if not self._graphs:  # a pool whose last graph is gone cannot be captured into any more
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self.device):
             # Libraries allocate workspaces and pick kernels at first use, which a capture may not
@@ -114,15 +114,15 @@ class CudaRecorder:
 
 class GraphedDecoder(HFDecoder):
     """HFDecoder whose short passes (decoding, drafting, verifying) have static shapes and are
-    replayed recordings.
+    replayed captures.
 
-    A pass is recorded once for each storage of a cache, width of rows, attended span, layers
+    A pass is captured once for each storage of a cache, width of rows, attended span, layers
     [start, stop) and adapters. Its first run is compared with HFDecoder's own; a model that cannot
-    be recorded, or whose recording gives other numbers, runs as HFDecoder from then on, and
-    `graph_fallback` says why (None: recordings are in use).
+    be captured, or whose capture gives other numbers, runs as HFDecoder from then on, and
+    `graph_fallback` says why (None: captures are in use).
 
     The storages of released and dropped caches are kept and given to the next ones, so that
-    recordings outlive a generation. A recording holds the weights' addresses: weights may change in
+    captures outlive a generation. A capture holds the weights' addresses: weights may change in
     place, not be replaced (nor may `deltas()`).
     """
 
@@ -223,21 +223,21 @@ class GraphedDecoder(HFDecoder):
             storage.inputs[width, span] = inputs
         inputs.load(rows, cache, x, ids)
         key = (width, span, run.key)
-        if key in storage.recordings:
-            storage.recordings.move_to_end(key)
-            _, replay = storage.recordings[key]
+        if key in storage.captures:
+            storage.captures.move_to_end(key)
+            _, replay = storage.captures[key]
             return inputs.unload(replay()), inputs.chosen_tokens() if run.chooses else []
         function = LayerRun(self.parts, self.norms, inputs, storage, run)
         got, tokens = None, list[int]()
         try:
-            replay = self.record(function)
+            replay = self.capture(function)
             got = inputs.unload(replay())
             tokens = inputs.chosen_tokens() if run.chooses else []
         except RuntimeError as error:
             self.graph_fallback = f"CUDA graph capture failed ({str(error).splitlines()[0]})"
 
         # After the replay, so that the keys and values in the cache are the reference's, should the
-        # recording turn out to be of no use.
+        # capture turn out to be of no use.
         if x is None:
             x = self.embed(torch.as_tensor(ids, device=self.info.device), rows.pos)
         reference = partial(self._reference, run, rows, cache)
@@ -248,21 +248,21 @@ class GraphedDecoder(HFDecoder):
             if logits is not None:
                 self._compare_tokens(tokens, logits)
         if self.graph_fallback is not None:
-            storage.recordings.clear()
+            storage.captures.clear()
             self._storages.clear()
             return expected, [] if logits is None else argmax_rows(logits)
-        storage.recordings[key] = (function, replay)
-        if len(storage.recordings) > MAX_RECORDINGS:
-            storage.recordings.popitem(last=False)
+        storage.captures[key] = (function, replay)
+        if len(storage.captures) > MAX_CAPTURES:
+            storage.captures.popitem(last=False)
         # once more: the first pass of a shape is to give what the later ones do, to the bit
         return inputs.unload(replay()), inputs.chosen_tokens() if run.chooses else []
 
-    def record(self, function: Callable[[], Tensor]) -> Replay:
+    def capture(self, function: Callable[[], Tensor]) -> Replay:
         """Of a function that runs the model's layers. Raises RuntimeError where that is not
         possible.
         """
         with self._frozen():
-            return self.recorder.record(function)
+            return self.recorder.capture(function)
 
     def ready(self, cache: StaticKVCache, rows: Rows) -> tuple[StaticStorage, int]:
         """`rows` are about to run over `cache` → its storage, and the slots that they attend to,
@@ -276,7 +276,7 @@ class GraphedDecoder(HFDecoder):
         return cache.storage, round_up(max(end, 1))
 
     def _reference(self, run: Pass, rows: Rows, cache: KVCache, x: Tensor) -> Tensor:
-        """What a pass gives without recordings."""
+        """What a pass gives without captures."""
         inner, begin = [], run.start
         for tap in run.taps:
             x = HFDecoder.layers(self, x, rows, begin, tap, cache)
@@ -300,7 +300,7 @@ class GraphedDecoder(HFDecoder):
             )
 
     def _compare_tokens(self, tokens: Sequence[int], logits: Tensor) -> None:
-        """Whether the tokens that a recording chose are the likeliest, but for rounding."""
+        """Whether the tokens that a capture chose are the likeliest, but for rounding."""
         at = torch.tensor(tokens, device=logits.device, dtype=torch.int64)[:, None]
         behind = logits.amax(dim=-1) - logits.gather(1, at)[:, 0]
         if not bool((behind <= _ROUNDINGS * rounding_limit(self.info.dtype) * logits.std()).all()):
@@ -310,7 +310,7 @@ class GraphedDecoder(HFDecoder):
 
     def _width(self, x: Tensor | None, rows: Rows, run: Pass, cache: KVCache) -> int | None:
         """The rows per sequence of the static shape for this call; None: it is not one for a
-        recording.
+        capture.
         """
         if self.graph_fallback is not None or not isinstance(cache, StaticKVCache):
             return None
@@ -342,7 +342,7 @@ class GraphedDecoder(HFDecoder):
 
 @dataclass(frozen=True)
 class Pass:
-    """What is recorded: layers [start, stop), with adapters on accelerated rows.
+    """What is captured: layers [start, stop), with adapters on accelerated rows.
 
     taps: layers whose entering residuals stand before the last ones, [N, (taps + 1) · d].
     embeds: whether it begins with tokens, not with residuals. chooses: whether it ends with the
@@ -464,7 +464,7 @@ class StaticRows:
 
 
 class LayerRun:
-    """A pass on a StaticRows: what is recorded. Calling it reads no number that is not in a
+    """A pass on a StaticRows: what is captured. Calling it reads no number that is not in a
     tensor.
     """
 
@@ -476,7 +476,7 @@ class LayerRun:
         storage: StaticStorage,
         run: Pass,
     ) -> None:
-        # The pass has the original adapters: recordings are known by their ids, which stay taken.
+        # The pass has the original adapters: captures are known by their ids, which stay taken.
         self.parts, self.norms, self.inputs, self.run = parts, norms, inputs, run
         # Not the storage itself: it holds this object, and a circle would hold its memory.
         self.keys, self.values = storage.keys, storage.values
@@ -543,7 +543,7 @@ class _MaskedDelta(nn.Module):
 
 
 def unsupported(parts: ModelParts) -> str | None:
-    """Why passes of this model cannot be recorded, as far as its structure tells; None when they
+    """Why passes of this model cannot be captured, as far as its structure tells; None when they
     may be.
     """
     if any(moe is not None for moe in parts.moe):

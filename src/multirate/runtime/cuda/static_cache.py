@@ -1,4 +1,4 @@
-"""A KVCache that recorded graphs may refer to: its storage keeps its address and size, and has a
+"""A KVCache that captured graphs may refer to: its storage keeps its address and size, and has a
 scratch slot that is never read.
 """
 
@@ -30,7 +30,7 @@ def round_up(slots: int) -> int:
 
 def storage_capacity(slots: int) -> int:
     """Slots that a storage gets: a power of two, so that prompts of many lengths share one and what
-    was recorded over it (on an H200 with a slow processor 0.2 s a recording).
+    was captured over it (on an H200 with a slow processor 0.2 s a capture).
     """
     return max(LEAST_CAPACITY, 1 << (slots - 1).bit_length())
 
@@ -49,7 +49,7 @@ class StaticStorage:
     only written.
 
     blocks: all of these by shape, [count, B, H_kv, capacity + 1, D] each, so that an accepted path
-    moves in all layers at once. What was recorded over these tensors is kept beside them, so that
+    moves in all layers at once. What was captured over these tensors is kept beside them, so that
     it goes when they go. user: the cache over it, weakly; None before there is one, and once it was
     released.
     """
@@ -68,7 +68,7 @@ class StaticStorage:
         unused = {kind: iter(block.unbind()) for kind, block in self.blocks.items()}
         tensors = [next(unused[kind]) for kind in kinds]
         self.keys, self.values = tensors[::2], tensors[1::2]
-        self.recordings: OrderedDict[Hashable, Any] = OrderedDict()
+        self.captures: OrderedDict[Hashable, Any] = OrderedDict()
         self.inputs = weakref.WeakValueDictionary[Hashable, Any]()
         self.user: weakref.ref[StaticKVCache] | None = None
 
@@ -85,7 +85,7 @@ class StaticKVCache(KVCache):
     """A KVCache over a StaticStorage: the capacity is a power of two; growing takes a new storage.
 
     kept: the storage of a dropped cache of the same batch and layout. Used (emptied) when large
-    enough, and then what was recorded over it stays valid.
+    enough, and then what was captured over it stays valid.
     """
 
     storage: StaticStorage

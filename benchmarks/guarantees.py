@@ -1,13 +1,13 @@
-"""Whether the promises that `multirate calibrate` stored are kept on fresh draws of prompts.
+"""Whether the guarantees that `multirate calibrate` stored are kept on fresh draws of prompts.
 
-    python benchmarks/promises.py smollm2 --data spec_bench=question.jsonl \
-        --json lab/results/promises_smollm2.json
+    python benchmarks/guarantees.py smollm2 --data spec_bench=question.jsonl \
+        --json lab/results/guarantees_smollm2.json
 
 --data SUITE=FILE: a suite of `multirate bench`, first turns; or FILE alone: what `calibrate` reads.
 
-Each promise's settings answer `draws` times `size` prompts of every file, none twice; a draw keeps
-the promise where on average at least the promised share of an answer's tokens is the full model's
-after the same text.
+Each guarantee's settings answer `draws` times `size` prompts of every file, none twice; a draw
+keeps the guarantee where on average at least the guaranteed share of an answer's tokens is the full
+model's after the same text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import multirate
-from multirate import guarantee as promises
+from multirate import guarantee as guarantees
 from multirate.errors import UserError
 from multirate.lab.bench.suites import load_suite
 from multirate.lab.calibration.measure import answers, read_prompts
@@ -51,7 +51,7 @@ def prompts_of(engine: multirate.Engine, data: str, longest: int) -> list[list[i
 def measure(
     engine: multirate.Engine, accelerator: str, data: str, draws: int, size: int
 ) -> list[dict[str, Any]]:
-    """A row per promise of the accelerator, all on the same prompts of `data`."""
+    """A row per guarantee of the accelerator, all on the same prompts of `data`."""
     given, name = engine.accelerators[accelerator], Path(data.rpartition("=")[2]).name
     assert given.folder is not None
     prompts = prompts_of(engine, data, 1024)[: draws * size]
@@ -60,30 +60,30 @@ def measure(
             f"{name} has {len(prompts)} prompts; {draws} draws of {size} need {draws * size}"
         )
     rows = []
-    for promise in promises.read(given.folder):
-        step = find(given.method).make_step(engine.decoder, given, dict(promise.settings))
-        stop = engine.stopping(promise.max_new_tokens)
+    for guarantee in guarantees.read(given.folder):
+        step = find(given.method).make_step(engine.decoder, given, dict(guarantee.settings))
+        stop = engine.stopping(guarantee.max_new_tokens)
         losses: list[float] = []
         for one in answers(engine.decoder, step, prompts, stop, batch=1):
             losses.append(one.loss)
             if len(losses) % size == 0:
-                print(f"{name} {promise.quality}: {len(losses)} of {len(prompts)}", flush=True)
+                print(f"{name} {guarantee.quality}: {len(losses)} of {len(prompts)}", flush=True)
         kept = kept_by_draw(losses, size)
         rows.append(
             {
                 "data": name,
-                "quality": promise.quality,
-                "confidence": promise.confidence,
-                "threshold": promise.settings["exit_thresholds"],
+                "quality": guarantee.quality,
+                "confidence": guarantee.confidence,
+                "threshold": guarantee.settings["exit_thresholds"],
                 "draws": draws,
                 "size": size,
                 "kept": [round(share, 5) for share in kept],
-                "draws_kept": sum(share >= promise.quality for share in kept),
+                "draws_kept": sum(share >= guarantee.quality for share in kept),
                 "mean": 1 - sum(losses) / len(losses),
             }
         )
         print(
-            f"{name}: at least {promise.quality} promised; kept in "
+            f"{name}: at least {guarantee.quality} guaranteed; kept in "
             f"{rows[-1]['draws_kept']} of {draws} draws, {rows[-1]['mean']:.4f} on average, "
             f"{min(kept):.4f} in the worst"
         )

@@ -1,5 +1,5 @@
-"""What runners of drafts share, on a decoder whose passes are recorded: what they compute of a few
-rows beside the model's own layers is recorded as well (runtime/cuda/recorded_rows.py).
+"""What runners of drafts share, on a decoder whose passes are captured: what they compute of a few
+rows beside the model's own layers is captured as well (runtime/cuda/captured_rows.py).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from multirate.runtime.cuda.captured_rows import CapturedRows, RowsFunction
 from multirate.runtime.cuda.decoder import GraphedDecoder
-from multirate.runtime.cuda.recorded_rows import RecordedRows, RowsFunction
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
@@ -20,33 +20,33 @@ Likeliest = tuple[list[list[int]], list[list[float]]]
 """Of each row some tokens and their probabilities, best first."""
 
 
-class RecordedRunner:
-    """Functions run as they are where nothing is recorded."""
+class CapturedRunner:
+    """Functions run as they are where nothing is captured."""
 
-    _recorded: RecordedRows | None = None
+    _captured: CapturedRows | None = None
 
-    def _record_on(self, decoder: Decoder) -> None:
-        """What is computed beside the model's own layers is recorded where their passes are."""
+    def _capture_on(self, decoder: Decoder) -> None:
+        """What is computed beside the model's own layers is captured where their passes are."""
         if isinstance(decoder, GraphedDecoder):
-            self._recorded = RecordedRows(decoder)
+            self._captured = CapturedRows(decoder)
 
     def _alone(self, name: Hashable, function: RowsFunction, *inputs: Tensor) -> Tensor:
-        """function(*inputs) of rows that do not look at one another; as RecordedRows.alone."""
-        if self._recorded is None:
+        """function(*inputs) of rows that do not look at one another; as CapturedRows.alone."""
+        if self._captured is None:
             return function(*inputs)
-        return self._recorded.alone(name, function, *inputs)
+        return self._captured.alone(name, function, *inputs)
 
     def _over(
         self, function: RowsFunction, rows: Rows, own: KVCache | None, *inputs: Tensor
     ) -> Tensor:
         """function(*inputs, rows, own) of rows that look at an own layer's K/V, if there is one."""
-        if self._recorded is None or own is None:
+        if self._captured is None or own is None:
             return function(*inputs, rows, own)
-        return self._recorded.with_cache("own layer", function, rows, own, *inputs)
+        return self._captured.with_cache("own layer", function, rows, own, *inputs)
 
-    def _top_recorded(
+    def _top_captured(
         self,
-        recorded: RecordedRows,
+        captured: CapturedRows,
         logits: Callable[[Tensor], Tensor],
         x: Tensor,
         count: int,
@@ -55,7 +55,7 @@ class RecordedRunner:
         """The `count` likeliest tokens by logits(x) [n, V] of each row of x [n, d] and their
         probabilities under softmax(sharpness · logits), best first.
         """
-        found = recorded.alone(
+        found = captured.alone(
             ("top", count, sharpness),
             partial(top_rows, logits, count, sharpness),
             x,

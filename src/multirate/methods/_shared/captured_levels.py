@@ -1,4 +1,4 @@
-"""Whole levels of drafts as recordings, on a decoder whose passes are recorded: one sequence's
+"""Whole levels of drafts as captures, on a decoder whose passes are captured: one sequence's
 tokens and rows go to the device in one copy, the likeliest next tokens come back in another, and
 all between them is one replay (runtime/cuda/decoder.py). In pieces a level takes as long as a step
 of plain decoding: what counts is how often the device is asked for something, not what.
@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from multirate.errors import say_once
+from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
 from multirate.methods._shared.draft_level import LevelRunner
-from multirate.methods._shared.recorded_runner import Likeliest, likeliest_of, top_rows
+from multirate.runtime.cuda.captured_rows import RowsFunction, StaticSlots
 from multirate.runtime.cuda.decoder import (
-    MAX_RECORDINGS,
+    MAX_CAPTURES,
     NUMBERS,
     WIDTHS,
     GraphedDecoder,
@@ -25,22 +26,21 @@ from multirate.runtime.cuda.decoder import (
     StaticRows,
     width_of,
 )
-from multirate.runtime.cuda.recorded_rows import RowsFunction, StaticSlots
 from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.runtime.hf.decoder import relative_difference, rounding_limit
 from multirate.runtime.rows import Rows
 from multirate.runtime.transfer import copy_to
 
 
-class RecordedLevels:
-    """Levels of `runner`. The first run of a recording is compared with the level in pieces; where
-    it cannot be recorded, or gives other numbers, they run in pieces from then on, and `fallback`
+class CapturedLevels:
+    """Levels of `runner`. The first run of a capture is compared with the level in pieces; where
+    it cannot be captured, or gives other numbers, they run in pieces from then on, and `fallback`
     says why.
     """
 
     def __init__(self, decoder: GraphedDecoder) -> None:
         self._decoder = decoder
-        # in the recordings' keys: storages outlive runners, whose ids may be others' later
+        # in the captures' keys: storages outlive runners, whose ids may be others' later
         self._identity = object()
         self.fallback: str | None = None
 
@@ -80,12 +80,12 @@ class RecordedLevels:
             if end > own.capacity:
                 return None
         span, count = round_up(max(end, 1)), min(count, self._decoder.info.vocab_size)
-        recordings = kept.storage.recordings
+        captures = kept.storage.captures
         where = None if own is None else own.storage
         key = (self._identity, width, span, count, sharpness, id(where), carried is None)
-        if key in recordings:
-            recordings.move_to_end(key)
-            level, replay = recordings[key]
+        if key in captures:
+            captures.move_to_end(key)
+            level, replay = captures[key]
             level.load(ids, rows, carried, fresh, slow)
             return level.unload(replay(), len(ids), fresh)
         level = StaticLevel(
@@ -102,7 +102,7 @@ class RecordedLevels:
             level.carried = carried.new_zeros(width, carried.shape[-1])
         level.load(ids, rows, carried, fresh, slow)
         try:
-            replay = self._decoder.record(level.function(runner))
+            replay = self._decoder.capture(level.function(runner))
             got = level.unload(replay(), len(ids), fresh)
         except RuntimeError as error:
             self._fall_back(f"CUDA graph capture failed ({str(error).splitlines()[0]})")
@@ -120,9 +120,9 @@ class RecordedLevels:
         elif best is not None and not _near(got[2], best, limit):
             self._fall_back("the CUDA graph gave other probabilities")
         else:
-            recordings[key] = (level, replay)
-            if len(recordings) > MAX_RECORDINGS:
-                recordings.popitem(last=False)
+            captures[key] = (level, replay)
+            if len(captures) > MAX_CAPTURES:
+                captures.popitem(last=False)
         return hidden, p, best
 
     def _fall_back(self, why: str) -> None:
@@ -132,7 +132,7 @@ class RecordedLevels:
 
 class StaticLevel:
     """A level of up to `width` rows over the storages of the model's first layers and of the
-    stream's own layer: what changes from one replay to the next, and what is recorded.
+    stream's own layer: what changes from one replay to the next, and what is captured.
 
     Where stream and model both run their rows, the stream's come after all of the model's. numbers:
     int64 [NUMBERS + 1, streams · width], a row's as in StaticRows, and where the own layer writes.
@@ -198,8 +198,8 @@ class StaticLevel:
         return hidden, p, likeliest_of(self._found[rows - fresh : rows])
 
     def function(self, runner: LevelRunner) -> Callable[[], Tensor]:
-        """What is recorded: → slow residuals and outputs side by side, [width, 2 · d]. It holds the
-        runner; a recording need not.
+        """What is captured: → slow residuals and outputs side by side, [width, 2 · d]. It holds the
+        runner; a capture need not.
         """
 
         def level() -> Tensor:

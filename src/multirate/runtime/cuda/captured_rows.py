@@ -1,4 +1,4 @@
-"""What drafts compute of a few rows beside the model's own layers, recorded as the model's passes
+"""What drafts compute of a few rows beside the model's own layers, captured as the model's passes
 are (decoder.py): a draft's own layer and its head are some ninety kernels, each of which takes
 longer to launch than to run.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import say_once
-from multirate.runtime.cuda.decoder import MAX_RECORDINGS, GraphedDecoder, Replay, width_of
+from multirate.runtime.cuda.decoder import MAX_CAPTURES, GraphedDecoder, Replay, width_of
 from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.runtime.hf.decoder import relative_difference, rounding_limit
 from multirate.runtime.kv_cache import KVCache, LayerKV
@@ -24,7 +24,7 @@ from multirate.runtime.rows import Rows
 
 @dataclass(frozen=True)
 class StaticSlots:
-    """Where recorded rows stand in a layer of one sequence: `pos` and `slot` (written) int64 [N],
+    """Where captured rows stand in a layer of one sequence: `pos` and `slot` (written) int64 [N],
     `seen` bool [N, span], the layer's `keys` and `values` [1, H_kv, > span, D].
     """
 
@@ -45,23 +45,23 @@ class StaticSlots:
 RowsFunction = Callable[..., Tensor]
 
 
-class RecordedRows:
-    """Functions of `N` rows, [N, ...] each → [N, ...], recorded for padded numbers of rows; with
+class CapturedRows:
+    """Functions of `N` rows, [N, ...] each → [N, ...], captured for padded numbers of rows; with
     more than WIDTHS has, they just run.
 
-    The first run of a recording is compared with the function itself. Where it cannot be recorded,
+    The first run of a capture is compared with the function itself. Where it cannot be captured,
     or gives other numbers, functions run as they are from then on: `fallback` says why.
     """
 
     def __init__(self, decoder: GraphedDecoder) -> None:
         self._decoder = decoder
-        self._recordings: OrderedDict[Hashable, Any] = OrderedDict()
+        self._captures: OrderedDict[Hashable, Any] = OrderedDict()
         self._kept: StaticStorage | None = None
         self.fallback: str | None = None
 
     def new_cache(self, batch: int, capacity: int, layout: list[LayerKV]) -> KVCache:
         """An empty cache for `with_cache`. The storage of the one before, if that is gone, is used
-        again with what was recorded over it.
+        again with what was captured over it.
         """
         kept = self._kept if self._kept is not None and self._kept.free else None
         cache = StaticKVCache(batch, capacity, layout, kept)
@@ -84,7 +84,7 @@ class RecordedRows:
             return function(*inputs)
         key = (name, width, *((x.dtype, x.shape[1:]) for x in inputs))
         return self._replayed(
-            self._recordings, key, width, function, inputs, lambda: function(*inputs), judged
+            self._captures, key, width, function, inputs, lambda: function(*inputs), judged
         )
 
     @torch.no_grad()
@@ -108,7 +108,7 @@ class RecordedRows:
         numbers[:, 1], numbers[:, 2] = storage.scratch, 1
         slot = np.where(rows.slot < 0, storage.scratch, rows.slot)
         numbers[: len(rows)] = np.stack([rows.pos, slot, rows.prefix, rows.tree], axis=1)
-        keys, values = storage.keys[0], storage.values[0]  # not the storage: it holds recordings
+        keys, values = storage.keys[0], storage.values[0]  # not the storage: it holds captures
 
         def static(numbers: Tensor, *fixed: Tensor) -> Tensor:
             pos, slot, prefix, tree = numbers.unbind(1)
@@ -118,7 +118,7 @@ class RecordedRows:
         given = (torch.from_numpy(numbers).to(inputs[0].device), *inputs)
         key = (name, width, span, *((x.dtype, x.shape[1:]) for x in inputs))
         return self._replayed(
-            storage.recordings, key, width, static, given, lambda: function(*inputs, rows, cache)
+            storage.captures, key, width, static, given, lambda: function(*inputs, rows, cache)
         )
 
     def _width(self, rows: int) -> int | None:
@@ -128,7 +128,7 @@ class RecordedRows:
 
     def _replayed(
         self,
-        recordings: OrderedDict[Hashable, Any],
+        captures: OrderedDict[Hashable, Any],
         key: Hashable,
         width: int,
         function: RowsFunction,
@@ -136,17 +136,17 @@ class RecordedRows:
         itself: Callable[[], Tensor],
         judged: Callable[[Tensor], Tensor] = lambda out: out,
     ) -> Tensor:
-        """itself: what is recorded, without padding."""
+        """itself: what is captured, without padding."""
         rows = len(inputs[-1])
-        if key in recordings:
-            recordings.move_to_end(key)
-            fixed, replay = recordings[key]
+        if key in captures:
+            captures.move_to_end(key)
+            fixed, replay = captures[key]
             _load(fixed, inputs)
             return _own(replay, rows)
         fixed = [x.new_zeros(width, *x.shape[1:]) for x in inputs]
         _load(fixed, inputs)
         try:
-            replay = self._decoder.recorder.record(lambda: function(*fixed))
+            replay = self._decoder.recorder.capture(lambda: function(*fixed))
             got = judged(_own(replay, rows))
         except RuntimeError as error:
             self._fall_back(f"CUDA graph capture failed ({str(error).splitlines()[0]})")
@@ -159,14 +159,14 @@ class RecordedRows:
                 f"the CUDA graph gave other numbers (relative difference {difference:.1e})"
             )
             return out
-        recordings[key] = (fixed, replay)
-        if len(recordings) > MAX_RECORDINGS:
-            recordings.popitem(last=False)
+        captures[key] = (fixed, replay)
+        if len(captures) > MAX_CAPTURES:
+            captures.popitem(last=False)
         return out
 
     def _fall_back(self, why: str) -> None:
         self.fallback = why
-        self._recordings.clear()
+        self._captures.clear()
         say_once(f"running the draft layer kernel by kernel: {why}")
 
 

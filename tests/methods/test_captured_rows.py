@@ -1,5 +1,5 @@
-"""What drafts compute beside the model's own layers, recorded: the tape repeats tensor operations
-only, as a CUDA graph does, and says what the same runner says on a decoder without recordings.
+"""What drafts compute beside the model's own layers, captured: the tape repeats tensor operations
+only, as a CUDA graph does, and says what the same runner says on a decoder without captures.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from multirate.decoding.stopping import StopSettings
 from multirate.methods._shared.layers import visible_slots
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find, find_training
+from multirate.runtime.cuda.captured_rows import CapturedRows
 from multirate.runtime.cuda.decoder import EagerRecorder, GraphedDecoder
-from multirate.runtime.cuda.recorded_rows import RecordedRows
 from multirate.runtime.cuda.static_cache import seen_slots
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.rows import Rows
@@ -67,7 +67,7 @@ def drafter_of(method: str, decoder: HFDecoder, **given: Any) -> Any:
 
 
 def heads_runners(method: str, options: dict[str, Any]) -> tuple[list[Any], TapeRecorder]:
-    """Those of a decoder with recordings, on the tape, and of one without."""
+    """Those of a decoder with captures, on the tape, and of one without."""
     tape = TapeRecorder()
     heads = [stream_of(method, **options) for _ in range(2)]
     decoders = GraphedDecoder(MODEL, tape), HFDecoder(MODEL)
@@ -77,7 +77,7 @@ def heads_runners(method: str, options: dict[str, Any]) -> tuple[list[Any], Tape
 
 @settings(max_examples=20, deadline=None)
 @given(st.sampled_from(METHODS), st.data())
-def test_random_steps_equal_those_without_recordings(method: str, data: st.DataObject) -> None:
+def test_random_steps_equal_those_without_captures(method: str, data: st.DataObject) -> None:
     """Waiting rows, chains and trees of drafts, over what earlier ones have left."""
     decoders = GraphedDecoder(MODEL, TapeRecorder()), HFDecoder(MODEL)
     runners = [drafter_of(method, decoder).runner for decoder in decoders]
@@ -116,8 +116,8 @@ def test_random_steps_equal_those_without_recordings(method: str, data: st.DataO
         for cache in caches:
             cache.commit(0, waiting + 1)
         length += waiting + 1
-    recorded = runners[0]._recorded
-    assert recorded is not None and recorded.fallback is None and runners[1]._recorded is None
+    captured = runners[0]._captured
+    assert captured is not None and captured.fallback is None and runners[1]._captured is None
     assert runners[0]._levels.fallback is None and runners[1]._levels is None
     for kept in ("keys", "values"):
         of_own = [
@@ -135,7 +135,7 @@ def check_same(found: list[tuple[list[list[int]], list[list[float]]]]) -> None:
 
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(HEADS["medusa"]), st.data())
-def test_heads_of_one_row_equal_those_without_recordings(
+def test_heads_of_one_row_equal_those_without_captures(
     options: dict[str, Any], data: st.DataObject
 ) -> None:
     runners, tape = heads_runners("medusa", options)
@@ -143,12 +143,12 @@ def test_heads_of_one_row_equal_those_without_recordings(
     for count in data.draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)):
         hidden = torch.randn(data.draw(st.integers(1, 9)), MODEL.config.hidden_size, generator=draw)
         check_same([runner.best(hidden, count, 4) for runner in runners])
-    assert tape.replayed and runners[0]._recorded.fallback is None and runners[1]._recorded is None
+    assert tape.replayed and runners[0]._captured.fallback is None and runners[1]._captured is None
 
 
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(HEADS["hydra"]), st.data())
-def test_heads_of_a_path_equal_those_without_recordings(
+def test_heads_of_a_path_equal_those_without_captures(
     options: dict[str, Any], data: st.DataObject
 ) -> None:
     """The prefix layer reads what waits, over what it has read; each level has rows of its own."""
@@ -177,11 +177,11 @@ def test_heads_of_a_path_equal_those_without_recordings(
             check_same([best for _, best in said])
             parents = data.draw(st.lists(st.integers(0, count - 1), min_size=1, max_size=5))
             known = [z[parents] for z, _ in said]
-    assert tape.replayed and runners[0]._recorded.fallback is None and runners[1]._recorded is None
+    assert tape.replayed and runners[0]._captured.fallback is None and runners[1]._captured is None
 
 
 @pytest.mark.parametrize("method", SETTINGS)
-def test_generations_are_the_base_s_and_share_recordings(method: str) -> None:
+def test_generations_are_the_base_s_and_share_captures(method: str) -> None:
     tape = TapeRecorder()
     graphed, plain = GraphedDecoder(MODEL, EagerRecorder()), HFDecoder(MODEL)
     drafter, other = (
@@ -201,11 +201,11 @@ def test_generations_are_the_base_s_and_share_recordings(method: str) -> None:
         return found
 
     first = rounds()
-    assert sum(drafted for drafted, _ in first) and tape.recorded and tape.replayed
-    recorded = tape.recorded
-    assert rounds() == first and tape.recorded == recorded
+    assert sum(drafted for drafted, _ in first) and tape.captured and tape.replayed
+    captured = tape.captured
+    assert rounds() == first and tape.captured == captured
     levels = getattr(drafter.runner, "_levels", None)
-    assert drafter.runner._recorded.fallback is None and (levels is None or not levels.fallback)
+    assert drafter.runner._captured.fallback is None and (levels is None or not levels.fallback)
 
 
 class _Launches(TorchDispatchMode):
@@ -226,7 +226,7 @@ class _OneLaunch(EagerRecorder):
     def __init__(self, launches: _Launches) -> None:
         self.launches = launches
 
-    def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         def replay() -> torch.Tensor:
             self.launches.paused = True
             out = function()
@@ -270,19 +270,19 @@ def level_of(method: str, runner: Any, decoder: HFDecoder) -> Callable[[], objec
     ],
 )
 def test_a_level_is_few_launches(method: str, most: int) -> None:
-    """Of a stream one recording, and the copies around it; of heads less than half of those without
-    recordings beside the model's own.
+    """Of a stream one capture, and the copies around it; of heads less than half of those without
+    captures beside the model's own.
     """
     counts = []
-    for recorded in (False, True):
+    for captured in (False, True):
         launches = _Launches()
         decoder = GraphedDecoder(MODEL, _OneLaunch(launches))
         runner = drafter_of(method.split(",")[0], decoder).runner
-        if not recorded:
-            runner._recorded = runner._levels = None
+        if not captured:
+            runner._captured = runner._levels = None
         level = level_of(method, runner, decoder)
         with torch.no_grad():
-            level()  # records
+            level()  # captures
             launches.count = 0
             with launches:
                 level()
@@ -291,7 +291,7 @@ def test_a_level_is_few_launches(method: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("method", ["m2r2-carry", *HEADS])
-def test_sequences_side_by_side_run_without_recordings_of_their_own_layer(method: str) -> None:
+def test_sequences_side_by_side_run_without_captures_of_their_own_layer(method: str) -> None:
     graphed, plain = GraphedDecoder(MODEL, TapeRecorder()), HFDecoder(MODEL)
     prompts = [[3, 4, 5], [9], [8, 7]]
     out = generate(graphed, SpeculativeStep(drafter_of(method, graphed)), prompts, stop=STOP)
@@ -299,13 +299,13 @@ def test_sequences_side_by_side_run_without_recordings_of_their_own_layer(method
 
 
 class _Wrong(EagerRecorder):
-    def record(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         return lambda: function() * 1.1
 
 
 def test_a_function_that_reads_the_device_falls_back_and_says_so() -> None:
     graphed = GraphedDecoder(MODEL, TapeRecorder())
-    rows = RecordedRows(graphed)
+    rows = CapturedRows(graphed)
     x = torch.randn(3, 4)
     with pytest.warns(UserWarning, match="kernel by kernel.*not permitted when stream"):
         out = rows.alone("reads", lambda x: x * float(x.sum()), x)
@@ -315,10 +315,10 @@ def test_a_function_that_reads_the_device_falls_back_and_says_so() -> None:
         assert torch.equal(rows.alone("other", torch.neg, x), -x)
 
 
-def test_a_recording_that_gives_other_numbers_is_not_used() -> None:
+def test_a_capture_that_gives_other_numbers_is_not_used() -> None:
     graphed = GraphedDecoder(MODEL, EagerRecorder())
     graphed.recorder = _Wrong()
-    rows, x = RecordedRows(graphed), torch.randn(3, 4)
+    rows, x = CapturedRows(graphed), torch.randn(3, 4)
     with pytest.warns(UserWarning, match="other numbers .relative difference 1.0e-01"):
         assert torch.equal(rows.alone("negated", torch.neg, x), -x)
     assert torch.equal(rows.alone("negated", torch.neg, x), -x)

@@ -20,11 +20,14 @@ from multirate.decoding.speculate.ngram import TextIndex
 from multirate.decoding.speculate.suffix_automaton import SuffixAutomaton
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.errors import UserError
-from multirate.methods._shared.draft_head import DraftHead
 from multirate.methods._shared.draft_tree import DraftTree
-from multirate.methods._shared.fused_steps import FusedSteps, Growth
+from multirate.runtime.draft_branch import BranchHead
+from multirate.runtime.fused import DraftShape, Growth, Lookups
 from multirate.runtime.native import NativeDecoder, abi, library
 from multirate.runtime.native.cache import NativeKVCache
+from multirate.runtime.native.draft_head import DraftHead
+from multirate.runtime.native.fused_steps import FusedSteps
+from multirate.runtime.native.packing import Owner
 from multirate.runtime.rows import Rows
 
 from .harness import embedding_of
@@ -133,6 +136,16 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def copying(nodes: int) -> DraftShape:
+    """Drafts that are looked up, and nothing else."""
+    return DraftShape(nodes, 0, 0, 0.0, 0.0, refresh=False)
+
+
+def head_of(decoder: NativeDecoder) -> DraftHead:
+    """The model's own."""
+    return DraftHead(decoder, Owner(), BranchHead())
+
+
 def start(decoder: NativeDecoder, prompt: list[int]) -> tuple[NativeKVCache, int]:
     """A cache with the prompt in it, and the first token."""
     cache = decoder.new_cache(1, 128)
@@ -149,9 +162,8 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
     expected = plain(decoder, prompt, 40)
     cache, token = start(decoder, prompt)
     stream = decoder.stream()
-    limits = abi.new("DraftLimits", nodes=6, ngram=abi.new("NgramLimits", longest=3))
-    automaton, index = source is SuffixAutomaton, source(3)
-    steps = FusedSteps(decoder, stream, None, limits, refresh=False, automaton=automaton)
+    lookups, index = Lookups(3, source is SuffixAutomaton), source(3)
+    steps = FusedSteps(decoder, stream, None, copying(6), lookups)
     steps.begin(cache, None)
     steps.enter(0, [token], text=[*prompt, token])
     emitted = [token]
@@ -255,15 +267,9 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             chosen["min_probability"],
         )
         stream = first_layers(decoder)
-        limits = abi.new(
-            "DraftLimits",
-            nodes=nodes,
-            width=int(chosen["width"]),
-            top=top,
-            sharpness=1.0,
-            min_probability=chosen["min_probability"],
-        )
-        steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+        least, width = chosen["min_probability"], int(chosen["width"])
+        shape = DraftShape(nodes, width, top, 1.0, least, refresh=False)
+        steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(0))
         steps.begin(cache, None)
         steps.enter(0, [token])
         growth = Growth(
@@ -272,7 +278,7 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             np.full(nodes, chosen["verify_threshold"]),
         )
         done = steps.run(growth)
-        assert steps.draft() == (tokens, parents)
+        assert (steps.nodes().tokens, steps.nodes().parents) == (tokens, parents)
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))
         assert [token, *emitted] == expected
@@ -299,8 +305,8 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(temperature: fl
     sampler = Sampler(settings, [[*prompt, expected[0]]])
     cache, _ = start(decoder, prompt)
     stream = first_layers(decoder)
-    limits = abi.new("DraftLimits", nodes=12, width=2, top=3, sharpness=1.0)
-    steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+    shape = DraftShape(12, 2, 3, 1.0, 0.0, refresh=False)
+    steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(0))
     steps.begin(cache, None, sampler)
     steps.enter(0, [expected[0]])
     accepted = 0
@@ -328,11 +334,10 @@ def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
     else:
         expected = plain(decoder, prompt, 60)
     stream = first_layers(decoder)
-    ngram = abi.new("NgramLimits", longest=3)
     sampler = Sampler(settings, [[*prompt, expected[0]]])
     cache, _ = start(decoder, prompt)
-    limits = abi.new("DraftLimits", nodes=9, width=2, top=3, sharpness=1.0, ngram=ngram)
-    steps = FusedSteps(decoder, stream, DraftHead(decoder.head, VOCAB), limits, refresh=False)
+    shape = DraftShape(9, 2, 3, 1.0, 0.0, refresh=False)
+    steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(3))
     steps.begin(cache, None, sampler)
     steps.enter(0, [expected[0]], text=sampler.tokens[0])
     steps.learn_from(ContinuationRates(3))
@@ -343,11 +348,10 @@ def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
         done = steps.run(growth)
         cache.commit(0, len(done.tokens))
         sampler.tokens[0] += done.tokens
-        nodes, parents = steps.draft()
-        assert len(nodes) == len(parents) == done.drafted
-        origin, drafted, continued = steps.origin()
-        assert drafted + continued <= len(done.tokens) - 1
-        assert origin.drafted + origin.continued <= done.drafted
+        draft, step = steps.nodes(), steps.step
+        assert len(draft.tokens) == len(draft.parents) == done.drafted
+        assert step.accepted_drafted + step.accepted_continued <= len(done.tokens) - 1
+        assert draft.drafted + draft.continued <= done.drafted
         accepted += len(done.tokens) - 1
     got = sampler.tokens[0][len(prompt) :]
     assert got == expected[: len(got)]
@@ -449,8 +453,7 @@ def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     decoder, prompt = make_decoder(), [5, 6, 7]
     cache, token = start(decoder, prompt)
     stream = decoder.stream()
-    limits = abi.new("DraftLimits", nodes=3, ngram=abi.new("NgramLimits", longest=3))
-    steps = FusedSteps(decoder, stream, None, limits, refresh=False)
+    steps = FusedSteps(decoder, stream, None, copying(3), Lookups(3))
     steps.begin(cache, None, Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]))
     steps.enter(0, [token], text=[*prompt, token])
     embedding_of(decoder)[token] = torch.nan

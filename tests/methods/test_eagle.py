@@ -20,7 +20,8 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods import spec
-from multirate.methods._shared.feature_runner import FeatureRunner, NativeFeatureRunner
+from multirate.methods._shared.draft_runner import PackedRunner
+from multirate.methods._shared.feature_runner import FeatureRunner
 from multirate.methods._shared.objective import shift
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_drafter import StreamDrafter
@@ -119,7 +120,7 @@ def test_a_step_in_one_kernel_call_is_the_step_in_parts(
     decoder = need(decoders, "native")
     layer = layer_of(method, BaseShape.of(LLAMA), draft_vocab=20 if settings is TREE else None)
     drafter = drafter_of(method, decoder, layer, **settings)
-    assert isinstance(drafter.runner, NativeFeatureRunner)
+    assert isinstance(drafter.runner, PackedRunner)
     assert_fused_steps_are_steps_in_parts(
         decoder,
         lambda: drafter_of(method, decoder, layer, **settings),

@@ -30,10 +30,10 @@ from multirate.decoding.plain import PlainStep
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods import spec
+from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.decode import M2R2Drafter, make_runner
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.native import NativeDecoder
@@ -151,9 +151,10 @@ def test_kernel_and_torch_modules_draft_alike(name: str, preset: str, gate: int)
     streams = [stream_of(config, preset, gates=(gate,), rank=8) for _ in range(2)]
     exact = HFDecoder(model_of(config))
     runners: list[Any] = [
-        NativeStreamRunner(decoder_of(name), streams[0], gate, "bf16"),
+        make_runner(decoder_of(name), streams[0], gate, "bf16"),
         StreamRunner(exact, streams[1], gate),
     ]
+    assert isinstance(runners[0], PackedRunner)
     found = []
     for runner in runners:
         runner.begin(runner.decoder.new_cache(1, 32))

@@ -18,15 +18,15 @@ from multirate.decoding.speculate.drafter import Draft
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods._shared.config import DraftWeights
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
 from multirate.methods.hydra.modules import HydraHeads
-from multirate.methods.hydra.runner import HydraRunner, NativeHydraRunner
+from multirate.methods.hydra.runner import HydraRunner, PackedHydraRunner, make_runner
 from multirate.methods.hydra.train import HydraObjective, start_from_least_squares
 from multirate.methods.spec import find
+from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.rows import Rows
 
 from . import heads as every
@@ -188,9 +188,9 @@ def test_packed_heads_are_the_heads(weights: DraftWeights, error: float) -> None
     heads = HydraHeads(HydraConfig.for_base(shape, layers=2, draft_vocab=40), shape)
     disturb(heads, 0.05)
     heads.requires_grad_(False)
-    packed = NativeHydraRunner.where_supported(decoder, heads, weights)
+    packed = make_runner(decoder, heads, weights)
     plain = HydraRunner(decoder, heads)
-    assert isinstance(packed, NativeHydraRunner)
+    assert isinstance(packed, PackedHydraRunner)
     hidden, embedded = torch.randn(11, 128), torch.randn(2, 11, 128)
     found = []
     for runner in (packed, plain):

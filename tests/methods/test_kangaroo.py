@@ -17,18 +17,20 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculate import budget as draft_length
 from multirate.decoding.speculate.budget import StepCosts
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft, FusedStep
+from multirate.decoding.speculate.drafter import Draft
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
-from multirate.methods._shared.config import DraftWeights
+from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.methods.kangaroo.decode import KangarooDecodeConfig, KangarooDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
-from multirate.methods.kangaroo.runner import KangarooRunner, NativeKangarooRunner, make_runner
+from multirate.methods.kangaroo.runner import KangarooRunner, make_runner
 from multirate.methods.kangaroo.train import KangarooObjective, start_from_least_squares
+from multirate.runtime.draft_branch import DraftWeights
+from multirate.runtime.fused import FusedStep
 from multirate.runtime.load import load_decoder
 from multirate.runtime.native import NativeDecoder
 from multirate.runtime.rows import Rows
@@ -201,7 +203,7 @@ def test_the_native_runner_is_the_runner(packed: DraftWeights, error: float) -> 
     adapter = KangarooAdapter(KangarooConfig.for_base(shape), shape)
     disturb(adapter)
     native, plain = make_runner(decoder, adapter, packed), KangarooRunner(decoder, adapter)
-    assert isinstance(native, NativeKangarooRunner)
+    assert isinstance(native, PackedRunner)
     tokens = ids(1, 11)[0].tolist()
     exits, outputs = [], []
     for runner in (plain, native):
@@ -273,7 +275,7 @@ def test_a_reduced_head_drafts_its_tokens_only(
     def look(session: Session, step: Step) -> None:
         for seq in range(len(session.prompts)):
             if drafter._fused is not None and seq in drafter._fused:
-                drafted.update(drafter._fused[seq].draft()[0])
+                drafted.update(drafter._fused.nodes(seq).tokens)
 
     prompts = [[3, 4, 5]] if backend == "native" else [[3, 4, 5], [6]]
     stop = StopSettings(max_new_tokens=20)

@@ -28,12 +28,12 @@ from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods._shared import stream_drafter
+from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_estimates import NO_MATCH
 from multirate.methods.m2r2.config import M2R2Config
-from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter
+from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter, make_runner
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.prompt_lookup.config import PromptLookupConfig
 from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
@@ -290,11 +290,11 @@ def test_kernel_and_torch_modules_draft_alike(decoders, gate, weights, error):
     for preset in ("m2r2", "m2r2-carry"):
         streams = [stream_of(LLAMA, preset, gates=(gate,), rank=8) for _ in range(2)]
         runners = [
-            NativeStreamRunner(low, streams[0], gate, weights),
+            make_runner(low, streams[0], gate, weights),
             StreamRunner(exact, streams[1], gate),
         ]
-        assert bool(runners[0].packed.merged) == (preset == "m2r2-carry" and gate == 1)
-        assert runners[0].keys_only == bool(runners[0].packed.merged)
+        assert isinstance(runners[0], PackedRunner)
+        assert runners[0].keys_only == (preset == "m2r2-carry" and gate == 1)  # merged
         found = []
         for runner in runners:
             cache = runner.decoder.new_cache(1, 32)

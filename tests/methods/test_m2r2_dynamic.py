@@ -26,18 +26,18 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.loading.hub import load_model, reference_accelerators
-from multirate.methods._shared import stream_drafter
+from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.teacher import Teacher
-from multirate.methods.m2r2.decode import M2R2Drafter
+from multirate.methods.m2r2.decode import M2R2Drafter, make_runner
 from multirate.methods.m2r2.decode_config import CarryDecodeConfig, M2R2DecodeConfig
 from multirate.methods.m2r2.exits import step_of
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.methods.m2r2.train import M2R2Objective
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.native import NativeDecoder
+from multirate.runtime.native.fused_sequences import NativeFusedSequences
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts
@@ -352,13 +352,13 @@ def test_streams_and_texts_draft_in_one_step(
 ) -> None:
     """Some sequences of a batch copy what their text said before; the stream drafts the others'."""
     decoder, stream, kinds = of(decoders, "native"), carry(gates=(gate,)), set()
-    whole = stream_drafter.run_together
+    whole = NativeFusedSequences.run
 
-    def note(every: Sequence[Any], growths: Sequence[Any]) -> Any:
+    def note(fused: NativeFusedSequences, seqs: Sequence[int], growths: Sequence[Any]) -> Any:
         kinds.add(frozenset(growth.stream for growth in growths))
-        return whole(every, growths)
+        return whole(fused, seqs, growths)
 
-    monkeypatch.setattr(stream_drafter, "run_together", note)
+    monkeypatch.setattr(NativeFusedSequences, "run", note)
     settings = M2R2DecodeConfig(
         exit_thresholds=middle_score(decoder, stream, 1),  # type: ignore[arg-type]
         exit_score="arla",
@@ -467,9 +467,10 @@ def test_the_kernels_arla_is_the_modules(decoders: dict[str, Decoder]) -> None:
     decoder = of(decoders, "native")
     assert isinstance(decoder, NativeDecoder)
     stream = carry(scale=0.2)
-    runner = NativeStreamRunner(decoder, stream, 1)
+    runner = make_runner(decoder, stream, 1, "int8")
+    assert isinstance(runner, PackedRunner)
     p = 3 * torch.randn(7, LLAMA.hidden_size, generator=torch.Generator().manual_seed(0))
-    expected = StreamRunner.agreement(runner, p)
+    expected = StreamRunner(decoder, stream, 1).agreement(p)
     assert max(expected) - min(expected) > 0.05
     assert runner.agreement(p) == pytest.approx(expected, abs=1e-5)
 

@@ -16,15 +16,15 @@ from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine, attach
 from multirate.errors import UserError
-from multirate.methods._shared.config import DraftWeights
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.medusa.config import MedusaConfig, MedusaDecodeConfig
 from multirate.methods.medusa.decode import MedusaDrafter
 from multirate.methods.medusa.modules import MedusaHeads
-from multirate.methods.medusa.runner import MedusaRunner, NativeMedusaRunner
+from multirate.methods.medusa.runner import MedusaRunner, PackedMedusaRunner, make_runner
 from multirate.methods.medusa.train import MedusaObjective
 from multirate.methods.spec import find
+from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.load import load_decoder
 from multirate.training.checkpoint import Accelerator
 
@@ -127,9 +127,9 @@ def test_packed_heads_are_the_heads(
     heads = MedusaHeads(MedusaConfig.for_base(shape, draft_vocab=draft_vocab), shape)
     every.disturb(heads, 0.05)
     heads.requires_grad_(False)
-    packed = NativeMedusaRunner.where_supported(decoder, heads, weights)
+    packed = make_runner(decoder, heads, weights)
     plain = MedusaRunner(decoder, heads)
-    assert isinstance(packed, NativeMedusaRunner)
+    assert isinstance(packed, PackedMedusaRunner)
     hidden, found = torch.randn(5, 128), []
     for runner in (packed, plain):
         for count in (1, 3):

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multirate.runtime.draft_branch import Drafting, DraftWeights
+from multirate.runtime.fused import FusedSequences, Lookups
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.noise import Noise, noisy_argmax
 from multirate.runtime.rows import Rows
@@ -243,6 +245,18 @@ class Decoder(ABC):
         Every accepted node is its parent's first child with the token that the model chooses there.
         The K/V of the accepted nodes go to the slots after the committed ones, uncommitted. Raises
         UserError as ``noisy_argmax`` does.
+        """
+        return None
+
+    def drafting(self, weights: DraftWeights) -> Drafting | None:
+        """This decoder's own form of what drafts, packed as `weights` says; None: it has none, and
+        torch modules run.
+        """
+        return None
+
+    def text_steps(self, nodes: int, lookups: Lookups) -> FusedSequences | None:
+        """Whole steps in one call whose drafts, of up to `nodes` tokens, are looked up; None: the
+        decoder has no such steps.
         """
         return None
 

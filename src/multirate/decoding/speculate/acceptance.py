@@ -39,6 +39,20 @@ def accept_chosen(
     return [(descent.path, descent.bonus) for descent in descents]
 
 
+def choose_path(
+    sampler: Sampler, logits: Tensor, seq: int, tokens: list[int], parents: list[int]
+) -> tuple[list[int], list[int]]:
+    """`runtime.fused.ChoosePath`: the sampler's tokens down a draft, of the rows that are
+    reached.
+    """
+    descent = Descent(Draft(tokens, parents))
+    chosen: list[int] = []
+    while not chosen or descent.follow(chosen[-1]):
+        row = logits[descent.path[-1]][None]
+        chosen += sampler.choose(row, [seq], [descent.drafted])
+    return descent.path, chosen
+
+
 def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:
     """`values` cut into parts of the given lengths."""
     parts, start = [], 0

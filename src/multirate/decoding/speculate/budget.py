@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multirate.decoding.speculate.acceptance_statistics import ContinuationRates, DraftedSteps
+from multirate.runtime.fused import CAUGHT_UP_WITHIN
 
 now = time.perf_counter
 
@@ -50,10 +51,6 @@ _SWITCHING = 0.1  # tokens that own drafts may be thought to lose before they re
 _CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the first guess counts as
 _DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
 _DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
-CAUGHT_UP_WITHIN = 32
-"""Maximum number of rows that a drafter catches up on in its first draft level; further rows are
-caught up on before it.
-"""
 _SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.costs import CostModel, measure_costs
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.fused import FusedStep
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import MAX_TREE_BIT, Rows
 from multirate.runtime.transfer import to_device
@@ -160,22 +161,6 @@ class Verified:
     def accepted(self) -> Tensor:
         """h_L of the accepted nodes, [len(path), d]."""
         return self.of_path(self.hidden)
-
-
-@dataclass(frozen=True)
-class FusedStep:
-    """A finished step of one sequence."""
-
-    tokens: list[int]
-    """The tokens that it emits, the bonus token last."""
-    drafted: int
-    """Number of nodes in its draft."""
-    levels: int
-    """Depth of its draft."""
-    trusted: frozenset[int] = frozenset()
-    """Places in `tokens` of the ones that were accepted unverified."""
-    draft_seconds: float = field(default=0.0, compare=False)
-    """How long drafting took."""
 
 
 class Drafter(ABC):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import say_once
-from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
+from multirate.methods._shared.captured_runner import likeliest_of, top_rows
 from multirate.methods._shared.draft_level import LevelRunner
 from multirate.runtime.cuda.captured_rows import RowsFunction, StaticSlots
 from multirate.runtime.cuda.decoder import (
@@ -27,6 +27,7 @@ from multirate.runtime.cuda.decoder import (
     width_of,
 )
 from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
+from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.hf.decoder import relative_difference, rounding_limit
 from multirate.runtime.rows import Rows
 from multirate.runtime.transfer import copy_to

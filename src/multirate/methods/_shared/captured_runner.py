@@ -13,11 +13,9 @@ from torch import Tensor
 from multirate.runtime.cuda.captured_rows import CapturedRows, RowsFunction
 from multirate.runtime.cuda.decoder import GraphedDecoder
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
-
-Likeliest = tuple[list[list[int]], list[list[float]]]
-"""Of each row some tokens and their probabilities, best first."""
 
 
 class CapturedRunner:

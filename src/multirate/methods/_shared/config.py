@@ -6,17 +6,12 @@ from __future__ import annotations
 
 import reprlib
 from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Literal, Self, get_type_hints
+from typing import Any, ClassVar, Self, get_type_hints
 
 from multirate.errors import UserError
 from multirate.json_values import accepts, spell
 from multirate.methods._shared.shape import BaseShape
 
-DraftWeights = Literal["int4", "int8", "bf16"]
-"""How the native kernel packs weights that only draft. Compared with bf16, int8 reads half the
-memory per draft level and int4 a third. Both change which tokens are drafted, but never the text
-(lab/notes/weight-formats.md). [ours]
-"""
 MAX_COUNT = 1 << 20
 """Upper limit of every field that decides a tensor's size. Configurations may come from untrusted
 files, and products of sizes must stay below 2^63.

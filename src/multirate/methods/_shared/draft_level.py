@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.captured_runner import Likeliest
 from multirate.runtime.cuda.captured_rows import RowsFunction
 from multirate.runtime.decoder import Decoder, LayerAdapter
+from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 

@@ -1,32 +1,25 @@
 """Runs one level of a trained draft branch for the drafter (stream_drafter.py), whatever the branch
 is.
-
-`NativeDraftRunner` is what all branches on the kernel share: the same level in one call, and what
-fused rounds need.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.methods._shared.captured_levels import CapturedLevels
-from multirate.methods._shared.captured_runner import CapturedRunner, Likeliest, top_of
-from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.captured_runner import CapturedRunner, top_of
 from multirate.methods._shared.draft_level import Level, RowsLevel
 from multirate.methods._shared.layers import OwnAttention
 from multirate.runtime.cuda.captured_rows import RowsFunction
 from multirate.runtime.cuda.decoder import GraphedDecoder
 from multirate.runtime.decoder import Decoder, LayerAdapter
+from multirate.runtime.draft_branch import DraftBranch, DraftWeights, Likeliest, PackedBranch
 from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.native import NativeDecoder, abi, library
-from multirate.runtime.native.cache import NativeKVCache
-from multirate.runtime.native.own_layer import OwnLayer
 from multirate.runtime.noise import Noise, with_noise
 from multirate.runtime.rows import Rows
 
@@ -72,10 +65,18 @@ class DraftRunner(CapturedRunner, ABC):
             return function(*inputs, rows, self._own)
         return self._over(function, rows, self._own, *given)
 
+    packed: PackedBranch | None = None
+    """What runs the levels, if torch does not."""
+
     @property
     def window(self) -> int | None:
         """How many of the newest tokens the own layer sees; None: all."""
         return None
+
+    def see(self, window: int | None) -> None:
+        """From now on the own layer, if there is one, sees so many of the newest tokens; None:
+        all.
+        """
 
     @property
     def caches(self) -> tuple[KVCache | None, KVCache | None]:
@@ -190,67 +191,45 @@ class DraftRunner(CapturedRunner, ABC):
         return ids.tolist(), best.tolist()
 
 
-class NativeDraftRunner(DraftRunner):
-    """A stream that the kernel runs, from packed copies of its weights. Residuals are fp32.
+class PackedRunner(DraftRunner):
+    """`runner`, whose levels the decoder's own form of the branch runs. Residuals are fp32."""
 
-    packed: the stream; head: what its outputs are read with; own_layer: its own, None without.
-    Subclasses set them before the first step.
-    """
+    packed: PackedBranch
 
-    decoder: NativeDecoder
-    packed: abi.CData
-    head: DraftHead
-    own_layer: OwnLayer | None = None
+    def __init__(self, runner: DraftRunner, packed: PackedBranch) -> None:
+        self._runner, self.packed = runner, packed
+        self.decoder, self.stream, self.taps = runner.decoder, runner.stream, runner.taps
+        self.first_layers, self.keys_only = runner.first_layers, packed.keys_only
 
     @property
     def window(self) -> int | None:
-        return None if self.own_layer is None else self.own_layer.window
+        return self.packed.window
 
     def see(self, window: int | None) -> None:
-        """From now on the own layer, if there is one, sees so many of the newest tokens; None:
-        all.
-        """
-        if self.own_layer is not None:
-            self.own_layer.window = window
-
-    @property
-    def arla(self) -> abi.CData | None:
-        """What `agreement` computes, as the kernel does."""
-        return None
+        self.packed.window = window
 
     def begin(self, cache: KVCache) -> None:
-        assert isinstance(cache, NativeKVCache)
-        self._slow_cache = self.native_cache = cache
-        self.own_cache = self.own_cache_for(cache)
+        self._slow_cache = cache
+        self.packed.begin(cache)
 
-    def own_cache_for(self, cache: NativeKVCache) -> NativeKVCache | None:
-        """An empty cache for the own layer, as large as ``cache``; None without one."""
-        own = self.own_layer
-        return None if own is None else own.new_cache(cache.batch, cache.capacity)
+    def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
+        return self.packed.carried(hidden, taps)
 
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
-        n, cache, own = len(ids), self.native_cache, self.own_cache
-        for store in (cache, own):
-            if store is not None:
-                store.make_room(rows)
-        tokens = np.array(ids, dtype=np.int64)
-        x = abi.floats_for(n + fresh, self.decoder.info.hidden_size)
-        carried = None if carried is None else carried.float().contiguous()
-        library.kernel().mr_stream_step(
-            self.decoder.workspace.address,
-            self.packed,
-            cache.address,
-            abi.NULL if own is None else own.address,
-            0 if own is None else own.capacity,
-            abi.rows_of(rows, cache.capacity),
-            fresh,
-            abi.longs(tokens),
-            abi.tensor(carried),
-            abi.tensor(x),
-        )
-        return x[:fresh], x[fresh:]
+        return self.packed.step(ids, rows, carried, fresh)
+
+    def level_of(
+        self, embedded: Tensor, carried: Tensor | None, level: Level
+    ) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the decoder runs whole levels")
+
+    def logits(self, p: Tensor) -> Tensor:
+        return self._runner.logits(p)
+
+    def agreement(self, p: Tensor) -> list[float]:
+        return self.packed.agreement(p)
 
     def top(
         self,
@@ -258,5 +237,14 @@ class NativeDraftRunner(DraftRunner):
         count: int,
         sharpness: float = 1.0,
         noise: Sequence[Noise] | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        return self.head.top(self.decoder, p, count, sharpness, noise)
+    ) -> Likeliest:
+        return self.packed.top(p, count, sharpness, noise)
+
+
+def packed_where_possible(
+    runner: DraftRunner, branch: Callable[[], DraftBranch], weights: DraftWeights
+) -> DraftRunner:
+    """`runner` on the decoder's own form of `branch` if there is one, packed as `weights` says."""
+    drafting = runner.decoder.drafting(weights)
+    packed = None if drafting is None else drafting.branch(branch())
+    return runner if packed is None else PackedRunner(runner, packed)

@@ -16,6 +16,7 @@ from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.cuda.captured_rows import StaticSlots
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import DraftBranch
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
@@ -50,6 +51,10 @@ class FeatureStream(nn.Module, ABC):
     @abstractmethod
     def entering(self, embedded: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         """[..., d] each → the residual x [..., d], and what attention reads [..., inputs]."""
+
+    @abstractmethod
+    def branch(self) -> DraftBranch:
+        """What it computes, for decoders that have a form of their own."""
 
     @abstractmethod
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:

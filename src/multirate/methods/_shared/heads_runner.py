@@ -10,7 +10,6 @@ from torch import Tensor
 from multirate.methods._shared.captured_runner import CapturedRunner
 from multirate.methods._shared.reduced_head import limited_to
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.native import NativeDecoder
 from multirate.runtime.noise import Noise, with_noise
 
 
@@ -33,12 +32,8 @@ class HeadsRunner(CapturedRunner):
         """The `count` likeliest tokens by each row of what heads say [n, d], normed, and their
         probabilities, best first. noise[i]: added to the logits of row i.
         """
-        vocab = self.decoder.info.vocab_size
-        count = min(count, vocab)
+        count = min(count, self.decoder.info.vocab_size)
         if noise is None and self._captured is not None:
             return self._top_captured(self._captured, self.logits, said, count)
-        if isinstance(self.decoder, NativeDecoder) and self.heads.draft_tokens is None:
-            head = self.decoder.head
-            return self.decoder.top(head, vocab, said, count, noise=noise, normed=True)
         logits = self.logits(said)
         return self.decoder.likeliest(logits if noise is None else with_noise(logits, noise), count)

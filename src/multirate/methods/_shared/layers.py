@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from multirate.runtime.cuda.captured_rows import CapturedRows, StaticSlots
+from multirate.runtime.draft_branch import BranchLayer
 from multirate.runtime.kv_cache import KVCache, LayerKV
 from multirate.runtime.rows import MAX_TREE_BIT, Rows
 
@@ -201,6 +202,25 @@ class OwnAttention(nn.Module):
                 enable_gqa=self.heads != self.kv_heads,
             )[0].transpose(0, 1)
         return self.o(mixed.reshape(x.shape[0], -1))
+
+
+def branch_layer(
+    attention: OwnAttention, mlp: SwiGLU | None, eps: float, **norms: RMSNorm | None
+) -> BranchLayer:
+    """The description of such a layer. norms: as BranchLayer's fields of these names."""
+    return BranchLayer(
+        q=attention.q.weight,
+        k=attention.k.weight,
+        v=attention.v.weight,
+        o=attention.o.weight,
+        heads=attention.heads,
+        kv_heads=attention.kv_heads,
+        head_dim=attention.head_dim,
+        theta=attention.theta,
+        eps=eps,
+        mlp=None if mlp is None else (mlp.gate.weight, mlp.up.weight, mlp.down.weight),
+        **{name: None if norm is None else norm.weight for name, norm in norms.items()},
+    )
 
 
 class SwiGLU(nn.Module):

@@ -12,19 +12,16 @@ from multirate.decoding.speculate.text_source import TextSource
 from multirate.errors import UserError
 from multirate.methods._shared.config import MethodConfig
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.fused import Lookups
 
 LONGEST = 8
 """Matches that a suffix automaton finds are told as no longer than this."""
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Lookups):
     """How the text is looked up."""
 
-    longest: int
-    """Maximum match length in the text itself; 0: no lookup."""
-    automaton: bool = False
-    """Whether longer matches are found as well, and reported with this length."""
     given: GivenTexts | None = None
     """Other texts to search as well."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from multirate.methods._shared.config import DraftWeights, MethodConfig
+from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.lookup import check_texts
+from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.rows import MAX_TREE_BIT
 
 TUNABLE = {"nodes": (7, 11, 16), "depth": (4, 8), "width": (1, 2)}

@@ -12,6 +12,7 @@ is (draft_runner.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,15 +20,14 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.acceptance import choose_path
 from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft, Drafter, FusedStep, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.draft_grower import DraftGrower, GrowingDraft, Trusting
-from multirate.methods._shared.draft_runner import DraftRunner, NativeDraftRunner
+from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
-from multirate.methods._shared.fused_sequences import FusedSequences
-from multirate.methods._shared.fused_steps import FusedSteps, Growth, run_together
 from multirate.methods._shared.lookup import Lookup
 from multirate.methods._shared.stream_config import StreamDecodeConfig
 from multirate.methods._shared.stream_estimates import (
@@ -38,8 +38,8 @@ from multirate.methods._shared.stream_estimates import (
 )
 from multirate.methods._shared.waiting_tokens import WaitingTokens
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.fused import DraftShape, FusedSequences, FusedStep, Growth, Unverified
 from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.native import NativeDecoder, abi
 from multirate.runtime.rows import Rows
 
 _MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
@@ -70,7 +70,6 @@ class StreamDrafter(Drafter):
         self._lookup = Lookup.of(config.texts, decoder) if config.lookup else Lookup(0)
         self.looks_up = self._lookup.longest > 0
         self._trusting = trusting
-        fuses = isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner)
         self.lossless = trusting is None
         self.max_nodes = config.nodes
         if trusting is not None:
@@ -98,40 +97,24 @@ class StreamDrafter(Drafter):
         self._matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
-        self._fused: FusedSequences | None = None
-        if fuses and isinstance(decoder, NativeDecoder) and isinstance(runner, NativeDraftRunner):
-            if trusting is not None:
-                self._trust = abi.new(
-                    "Trust",
-                    least=trusting.threshold,
-                    arla=runner.arla if trusting.by_arla else None,
-                    nodes=self.max_nodes - config.nodes,
-                )
-            self._fused = FusedSequences(partial(self._new_fused, decoder, runner))
-        if isinstance(runner, NativeDraftRunner):
-            runner.see(config.window)
+        runner.see(config.window)
+        packed = runner.packed
+        self._fused = None if packed is None else packed.fused(self._shape(), self._lookup)
 
-    def _new_fused(self, decoder: NativeDecoder, runner: NativeDraftRunner) -> FusedSteps:
-        config = self.config
-        limits = abi.new(
-            "DraftLimits",
-            nodes=config.nodes,
-            width=config.width,
-            top=self._candidates,
-            sharpness=config.sharpness,
-            min_probability=self._min_probability,
-            trust=None if self._trusting is None else self._trust,
-            ngram=abi.new("NgramLimits", longest=self._lookup.longest),
-        )
-        return FusedSteps(
-            decoder,
-            runner.packed,
-            runner.head,
-            limits,
-            refresh=self._refresh,
-            automaton=self._lookup.automaton,
-            given=self._lookup.given,
-            window=runner.window,
+    def _shape(self) -> DraftShape:
+        config, trusting = self.config, self._trusting
+        unverified = None
+        if trusting is not None:
+            nodes = self.max_nodes - config.nodes
+            unverified = Unverified(trusting.threshold, nodes, trusting.by_arla)
+        return DraftShape(
+            config.nodes,
+            config.width,
+            self._candidates,
+            config.sharpness,
+            self._min_probability,
+            self._refresh,
+            unverified,
         )
 
     def _new_estimates(self, costs: StepCosts | None) -> StreamEstimates:
@@ -171,12 +154,11 @@ class StreamDrafter(Drafter):
 
     def costs(self, decoder: Decoder) -> CostModel:
         if self._costs is None:
-            plain = super().costs(decoder)
-            self._costs = plain
-            if self._fused is not None and isinstance(self.runner, NativeDraftRunner):
-                steps = self._fused.any_of_them
-                steps.learn_from(self._shared.continuations)
-                self._costs = steps.measured(plain, self.runner.own_cache_for)
+            self._costs = super().costs(decoder)
+            if self._fused is not None:
+                fixed, level = self._fused.draft_costs(self._shared.continuations)
+                costs = replace(self._costs.costs, draft_step=level, draft_fixed=fixed)
+                self._costs = replace(self._costs, costs=costs)
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -198,15 +180,7 @@ class StreamDrafter(Drafter):
         self._own, self._streamed = {}, set()
         self._grower.refused = -np.inf
         if self._fused is not None:
-            self._fused.begin(self._begin_fused)
-
-    def _begin_fused(self, steps: FusedSteps) -> None:
-        assert isinstance(self.runner, NativeDraftRunner)
-        steps.begin(
-            self.runner.native_cache,
-            self.runner.own_cache,
-            self._sampler,
-        )
+            self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     @property
     def refused(self) -> float | None:  # type: ignore[override]
@@ -230,7 +204,7 @@ class StreamDrafter(Drafter):
     def _left_behind(self) -> WaitingTokens:
         """The tokens after the refreshed ones of sequence 0 that the block could read."""
         if self._fused is not None and 0 in self._fused:
-            unread = self._fused[0].unread
+            unread = self._fused.unread(0)
             return WaitingTokens(list(unread.ids), list(unread.carried))
         return self._waiting.get(0) or WaitingTokens()
 
@@ -285,7 +259,7 @@ class StreamDrafter(Drafter):
     def behind(self, seqs: Sequence[int]) -> int:
         fused = self._fused
         return sum(
-            fused[seq].behind if fused is not None and seq in fused else len(self._waiting[seq].ids)
+            fused.behind(seq) if fused is not None and seq in fused else len(self._waiting[seq].ids)
             for seq in seqs
         )
 
@@ -350,7 +324,7 @@ class StreamDrafter(Drafter):
             match = NO_MATCH
             if self._lookup.longest:
                 if self._fused is not None and seq in self._fused:
-                    match = Match(*self._fused[seq].look_up(nodes))
+                    match = Match(*self._fused.look_up(seq, nodes))
                 else:
                     match = Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
@@ -379,10 +353,10 @@ class StreamDrafter(Drafter):
             plan = self._choose(those, left, self.behind(those))
             for i, (seq, limit) in enumerate(zip(those, left, strict=True)):
                 growths[seq] = self._growth(seq, limit, None if plan.stream else plan.text[i])
-        done = run_together([fused[seq] for seq in seqs], [growths[seq] for seq in seqs])
+        done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
             if self._estimates(seq).controller is not None or self._lookup.longest:
-                self._learn_fused(seq, fused[seq], step)
+                self._learn_fused(seq, fused, step)
         return done
 
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
@@ -412,27 +386,28 @@ class StreamDrafter(Drafter):
         """The sequence's first fused step begins."""
         waiting = self._waiting.pop(seq)
         known = self._estimates(seq)
-        steps = fused.start(seq)
-        steps.enter(
+        fused.enter(
             seq,
             [*waiting.ids, last_token],
             torch.cat([*waiting.carried, waiting.last[None]]),
             self._sampler.tokens[seq] if self._lookup.longest else None,
+            known.continuations,
+            known.calibration,
         )
-        steps.learn_from(known.continuations, known.calibration)
 
-    def _learn_fused(self, seq: int, fused: FusedSteps, done: FusedStep) -> None:
+    def _learn_fused(self, seq: int, fused: FusedSequences, done: FusedStep) -> None:
         if not done.drafted and seq not in self._streamed:  # a plain step
             self._learn(seq, done.tokens, DraftTree(0), [0], 0, done.draft_seconds)
             return
-        tokens, parents = fused.draft()
-        origin, _, _ = fused.origin()
-        tree = DraftTree(0, drafted=origin.drafted, continued=origin.continued)
-        tree.matched, tree.best = origin.matched, fused.best()
-        tree.tokens, tree.parents = tokens, parents
-        tree.confidence, tree.trusted = fused.confidence(), fused.trusted()
+        nodes = fused.nodes(seq)
+        tree = DraftTree(0, drafted=nodes.drafted, continued=nodes.continued)
+        tree.matched, tree.best = nodes.matched, nodes.best
+        tree.tokens, tree.parents = nodes.tokens, nodes.parents
+        tree.confidence, tree.trusted = nodes.confidence, nodes.unverified
         path, depth = [0], tree.depth
-        for node, (parent, token) in enumerate(zip(parents, tokens, strict=True), start=1):
+        for node, (parent, token) in enumerate(
+            zip(tree.parents, tree.tokens, strict=True), start=1
+        ):
             depth.append(depth[parent] + 1)
             if parent == path[-1] and token == done.tokens[len(path) - 1]:
                 path.append(node)

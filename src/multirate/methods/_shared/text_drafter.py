@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, FusedStep
+from multirate.decoding.speculate.acceptance import choose_path
+from multirate.decoding.speculate.drafter import Draft, Drafter
 from multirate.decoding.speculate.text_source import TextSource
-from multirate.methods._shared.fused_sequences import FusedSequences
-from multirate.methods._shared.fused_steps import FusedSteps, Growth, run_together
 from multirate.methods._shared.lookup import Lookup
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.fused import FusedSequences, FusedStep, Growth
 from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.native import NativeDecoder, abi
-from multirate.runtime.native.cache import NativeKVCache
 
 
 class TextDrafter(Drafter):
@@ -37,36 +35,14 @@ class TextDrafter(Drafter):
         self.longest = lookup.told
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
-        self._fused: FusedSequences | None = None
-        fuses = (
-            isinstance(decoder, NativeDecoder)
-            and decoder.supports_fused
-            and FusedSteps.can_draft(tokens)
-        )
-        if fuses and isinstance(decoder, NativeDecoder):
-            self._stream = decoder.stream()
-            self._fused = FusedSequences(partial(self._new_fused, decoder))
-
-    def _new_fused(self, decoder: NativeDecoder) -> FusedSteps:
-        lookup = self._lookup
-        ngram = abi.new("NgramLimits", longest=lookup.longest)
-        return FusedSteps(
-            decoder,
-            self._stream,
-            None,
-            abi.new("DraftLimits", nodes=self.max_nodes, ngram=ngram),
-            refresh=False,
-            automaton=lookup.automaton,
-            given=lookup.given,
-        )
+        self._fused = decoder.text_steps(tokens, lookup)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         """Forgets the texts of the generation before."""
         self._texts = [self._lookup.source() for _ in sampler.tokens]
         self._sampler = sampler
         if self._fused is not None:
-            assert isinstance(cache, NativeKVCache)
-            self._fused.begin(lambda steps: steps.begin(cache, None, sampler))
+            self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
@@ -91,7 +67,7 @@ class TextDrafter(Drafter):
         found = []
         for b in seqs:
             if self._fused is not None and b in self._fused:
-                found.append(self._fused[b].look_up(1)[1])
+                found.append(self._fused.look_up(b, 1)[1])
             else:
                 found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
         return found
@@ -104,16 +80,16 @@ class TextDrafter(Drafter):
             return None
         for seq, last_token in zip(seqs, last_tokens, strict=True):
             if seq not in fused:
-                fused.start(seq).enter(seq, [last_token], text=sampler.tokens[seq])
-        every = [fused[seq] for seq in seqs]
-        growths = [self._growth(one, limit) for one, limit in zip(every, limits, strict=True)]
-        return run_together(every, growths)
+                fused.enter(seq, [last_token], text=sampler.tokens[seq])
+        return fused.run(
+            seqs, [self._growth(fused, seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
+        )
 
-    def _growth(self, steps: FusedSteps, limit: int) -> Growth:
+    def _growth(self, fused: FusedSequences, seq: int, limit: int) -> Growth:
         """How far the text is followed, at most `limit` tokens."""
         most = min(limit, self.max_nodes)
         if self._length is not None and most:
-            most = min(most, self._wanted(steps.look_up(most)[1]))
+            most = min(most, self._wanted(fused.look_up(seq, most)[1]))
         return Growth(most)
 
     def _wanted(self, matched: int) -> int:

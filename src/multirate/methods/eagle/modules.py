@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods._shared.feature_stream import FeatureStream
-from multirate.methods._shared.layers import RMSNorm
+from multirate.methods._shared.layers import RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import limited_to
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.eagle.config import EagleConfig
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import BranchHead, DraftBranch, Linear
 
 
 class EagleLayer(FeatureStream):
@@ -42,6 +43,16 @@ class EagleLayer(FeatureStream):
     def entering(self, embedded: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         x = self.fc(torch.cat([embedded, self.carried_norm(carried)], dim=-1))
         return x, x
+
+    def branch(self) -> DraftBranch:
+        weight, d, eps = self.fc.weight, self.base.hidden_size, self.config.norm_eps
+        return DraftBranch(
+            fuse_stream=Linear(weight[:, :d], bias=self.fc.bias),
+            fuse_carried=Linear(weight[:, d:], self.carried_norm.weight),
+            layer=branch_layer(self.attn, self.mlp, eps, norm_mlp=self.mlp_norm),
+            head=BranchHead(self.draft_tokens),
+            eps=eps,
+        )
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
         return limited_to(self.draft_tokens, decoder.logits(p))

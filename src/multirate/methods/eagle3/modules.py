@@ -19,11 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from multirate.methods._shared.feature_stream import FeatureStream
-from multirate.methods._shared.layers import RMSNorm
+from multirate.methods._shared.layers import RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import spread_over
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.eagle3.config import Eagle3Config
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import BranchHead, DraftBranch, Features
 
 
 class Eagle3Layer(FeatureStream):
@@ -47,14 +48,32 @@ class Eagle3Layer(FeatureStream):
         out: Tensor = self.fc(side_by_side / self.tap_sizes)
         return out
 
-    def features(self) -> Tensor:
-        """W with the sizes in it, [d, taps · d]."""
-        return self.fc.weight / self.tap_sizes
-
     def entering(self, embedded: Tensor, carried: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.carried_norm(carried)
         x = normed if self.config.norm_before_residual else carried
         return x, torch.cat([self.embedding_norm(embedded), normed], dim=-1)
+
+    def features(self) -> Tensor:
+        """W with the sizes in it, [d, taps · d]."""
+        return self.fc.weight / self.tap_sizes
+
+    def branch(self) -> DraftBranch:
+        eps, before = self.config.norm_eps, self.config.norm_before_residual
+        layer = branch_layer(
+            self.attn,
+            self.mlp,
+            eps,
+            norm_attention=None if before else self.carried_norm,
+            norm_mlp=self.mlp_norm,
+            norm_beside=self.embedding_norm,
+        )
+        return DraftBranch(
+            layer=layer,
+            norm_in=self.carried_norm.weight if before else None,
+            features=Features(self.taps, self.features(), added=False),
+            head=BranchHead(self.draft_tokens, self.head.weight, self.norm.weight),
+            eps=eps,
+        )
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
         own = self.head(self.norm(p.to(self.head.weight.dtype))).float()

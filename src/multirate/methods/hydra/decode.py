@@ -18,7 +18,7 @@ from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.heads_drafter import HeadsDrafter
 from multirate.methods.hydra.config import HydraDecodeConfig
 from multirate.methods.hydra.modules import HydraHeads
-from multirate.methods.hydra.runner import NativeHydraRunner
+from multirate.methods.hydra.runner import make_runner
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
@@ -46,7 +46,7 @@ class HydraDrafter(HeadsDrafter):
     def __init__(self, decoder: Decoder, heads: HydraHeads, config: HydraDecodeConfig) -> None:
         super().__init__(decoder)
         self.heads, self.config = heads.to(self.row.dtype), config
-        self.runner = NativeHydraRunner.where_supported(decoder, self.heads, config.weights)
+        self.runner = make_runner(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
         self.max_nodes = config.nodes
         self._draft_threshold = np.full(config.nodes, config.draft_threshold, np.float64)

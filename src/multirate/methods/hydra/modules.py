@@ -17,11 +17,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multirate.methods._shared.layers import OwnAttention, RMSNorm, SwiGLU, zero_linear
+from multirate.methods._shared.layers import (
+    OwnAttention,
+    RMSNorm,
+    SwiGLU,
+    branch_layer,
+    zero_linear,
+)
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.hydra.config import HydraConfig
 from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.draft_branch import BranchLayer
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
@@ -71,6 +78,16 @@ class PrefixLayer(nn.Module):
         ``cache`` that attn.new_cache made (OwnAttention.rows).
         """
         return self._finished(x + self.attn.rows(self.attn_norm(x), rows, cache))
+
+    def description(self) -> BranchLayer:
+        """For decoders that have a form of their own."""
+        return branch_layer(
+            self.attn,
+            self.mlp,
+            self.attn_norm.eps,
+            norm_attention=self.attn_norm,
+            norm_mlp=self.mlp_norm,
+        )
 
     def _finished(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.mlp(self.mlp_norm(x))

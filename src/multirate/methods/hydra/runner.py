@@ -1,4 +1,4 @@
-"""Hydra's heads beside a decoder: with their torch modules on any, packed on the native one."""
+"""Hydra's heads beside a decoder: with their torch modules, or in the decoder's own form."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
-from multirate.methods._shared.config import DraftWeights
-from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.captured_runner import likeliest_of, top_rows
 from multirate.methods._shared.heads_runner import HeadsRunner
-from multirate.methods._shared.packed_layer import packed_layer
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.runtime.cuda.captured_rows import StaticSlots
 from multirate.runtime.cuda.decoder import GraphedDecoder
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import (
+    BranchHead,
+    Drafting,
+    DraftWeights,
+    Likeliest,
+    PackedLayer,
+)
 from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.native import NativeDecoder, abi
-from multirate.runtime.native.cache import NativeKVCache
-from multirate.runtime.native.formats import draft_format
-from multirate.runtime.native.own_layer import tiles
-from multirate.runtime.native.packing import Owner
 from multirate.runtime.noise import Noise
 from multirate.runtime.rows import Rows
 from multirate.runtime.transfer import to_device
@@ -90,56 +89,45 @@ class HydraRunner(HeadsRunner):
         return self.decoder.norm(self.heads.prefix.rows(hidden, rows, cache))
 
 
-class NativeHydraRunner(HydraRunner):
-    """The same with packed copies of all weights. weights: how they are packed."""
+class PackedHydraRunner(HydraRunner):
+    """The same with `drafting`'s form of all weights."""
 
-    decoder: NativeDecoder
-
-    @staticmethod
-    def where_supported(decoder: Decoder, heads: HydraHeads, weights: DraftWeights) -> HydraRunner:
-        """This runner on a decoder that it supports, else the one for any decoder."""
-        attn, inner = heads.prefix.attn, heads.prefix.mlp.gate.out_features
-        if (
-            isinstance(decoder, NativeDecoder)
-            and decoder.supports_fused
-            and tiles(decoder, attn.heads, attn.kv_heads, attn.head_dim, inner)
-        ):
-            return NativeHydraRunner(decoder, heads, weights)
-        return HydraRunner(decoder, heads)
-
-    def __init__(self, decoder: NativeDecoder, heads: HydraHeads, weights: DraftWeights) -> None:
+    def __init__(
+        self, decoder: Decoder, heads: HydraHeads, drafting: Drafting, prefix: PackedLayer
+    ) -> None:
         super().__init__(decoder, heads)
-        owner = self._owner = Owner(draft_format(weights))
-        self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
-        self._layers = [_packed(head, owner) for head in heads.heads]
-        layer = heads.prefix
-        norms = {
-            "norm_attention": owner.floats(layer.attn_norm.weight),
-            "norm_mlp": owner.floats(layer.mlp_norm.weight),
-        }
-        eps = layer.attn_norm.eps
-        self._prefix = packed_layer(decoder, owner, layer.attn, layer.mlp, eps, norms)
+        self._prefix = prefix
+        self._head = drafting.head(BranchHead(heads.draft_tokens))
+        self._layers = [
+            [drafting.linear(weight) for weight in _weights(head)] for head in heads.heads
+        ]
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         return self._prefix.new_cache(batch, capacity)
 
     def prefixed(self, hidden: Tensor, rows: Rows, cache: KVCache) -> Tensor:
-        assert isinstance(cache, NativeKVCache)
         return self.decoder.norm(self._prefix.rows(hidden, rows, cache))
 
     def _said(self, k: int, z: Tensor) -> Tensor:
         first, *later = self._layers[k - 1]
         d = self.decoder.info.hidden_size
-        both = self.decoder.product(first, z, None)
+        both = first(z)
         y = z[:, :d] + both[:, :d] + F.silu(both[:, d : 2 * d])
         for layer in later:
-            y = y + F.silu(self.decoder.product(layer, y, None)[:, :d])
+            y = y + F.silu(layer(y)[:, :d])
         return y
 
-    def top(
-        self, said: Tensor, count: int, noise: Sequence[Noise] | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        return self._head.top(self.decoder, said, count, noise=noise, normed=True)
+    def top(self, said: Tensor, count: int, noise: Sequence[Noise] | None = None) -> Likeliest:
+        return self._head.top(said, count, noise=noise, normed=True)
+
+
+def make_runner(decoder: Decoder, heads: HydraHeads, weights: DraftWeights) -> HydraRunner:
+    """The fastest runner for `decoder`. weights: how it packs what drafts."""
+    drafting = decoder.drafting(weights)
+    prefix = None if drafting is None else drafting.layer(heads.prefix.description())
+    if drafting is None or prefix is None:
+        return HydraRunner(decoder, heads)
+    return PackedHydraRunner(decoder, heads, drafting, prefix)
 
 
 def _without_ids(count: int, found: Tensor) -> Tensor:
@@ -147,7 +135,7 @@ def _without_ids(count: int, found: Tensor) -> Tensor:
     return torch.cat([found[:, : -2 * count], found[:, -count:]], dim=-1)
 
 
-def _packed(head: Any, owner: Owner) -> list[abi.CData]:
-    """The layers of a HydraHead in order; the two maps that read z are one."""
+def _weights(head: Any) -> list[Tensor]:
+    """Of a HydraHead's layers in order; the two maps that read z are one."""
     both = torch.cat([head.residual.weight, head.first.weight])
-    return [owner.linear(both), *(owner.linear(layer.weight) for layer in head.later)]
+    return [both, *(layer.weight for layer in head.later)]

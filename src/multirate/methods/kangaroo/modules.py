@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from multirate.methods._shared.layers import OwnAttention, RMSNorm
+from multirate.methods._shared.layers import OwnAttention, RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
 from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.draft_branch import BranchHead, DraftBranch
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
@@ -45,6 +46,16 @@ class KangarooAdapter(nn.Module):
         mixed: Tensor = self.attn(self.norm(x))[0]
         out: Tensor = self.norm_out(x + mixed)
         return out
+
+    def branch(self) -> DraftBranch:
+        """What it computes, for decoders that have a form of their own."""
+        layer = branch_layer(self.attn, None, self.config.norm_eps, norm_attention=self.norm)
+        return DraftBranch(
+            exit_layer=self.config.exit_layer,
+            layer=layer,
+            norm_out=self.norm_out.weight,
+            head=BranchHead(self.draft_tokens),
+        )
 
     def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
         """Decoding: h_E [N, d] → y [N, d]; K/V of every row are written at ``rows.slot``, over a

@@ -5,16 +5,15 @@ from __future__ import annotations
 import copy
 
 from multirate.errors import UserError
-from multirate.methods._shared.config import DraftWeights
 from multirate.methods._shared.draft_grower import Trusting
+from multirate.methods._shared.draft_runner import DraftRunner, packed_where_possible
 from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.methods.m2r2.native_runner import NativeStreamRunner
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.native import NativeDecoder
+from multirate.runtime.draft_branch import DraftWeights
 
 
 class M2R2Drafter(StreamDrafter):
@@ -65,10 +64,9 @@ def arla_of(stream: AcceleratedStream) -> ARLA:
 
 def make_runner(
     decoder: Decoder, stream: AcceleratedStream, gate: int, weights: DraftWeights
-) -> StreamRunner:
+) -> DraftRunner:
     """The fastest runner for `decoder`. weights: how the native kernel packs weights that only
     draft.
     """
-    if isinstance(decoder, NativeDecoder) and NativeStreamRunner.supports(decoder, stream):
-        return NativeStreamRunner(decoder, stream, gate, weights)
-    return StreamRunner(decoder, stream, gate)
+    runner = StreamRunner(decoder, stream, gate)
+    return packed_where_possible(runner, lambda: runner.stream.branch(gate), weights)

@@ -20,18 +20,34 @@ fusion from least squares (train.py).
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from multirate.methods._shared.layers import KeysValues, OwnAttention, RMSNorm, SwiGLU
+from multirate.methods._shared.layers import (
+    KeysValues,
+    OwnAttention,
+    RMSNorm,
+    SwiGLU,
+    branch_layer,
+)
 from multirate.methods._shared.reduced_head import first_tokens, limited_to
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.runtime.cuda.captured_rows import StaticSlots
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import (
+    Agreement,
+    BranchHead,
+    BranchLayer,
+    DraftBranch,
+    Features,
+    Linear,
+)
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
@@ -189,6 +205,16 @@ class GateBlock(nn.Module):
         y = x + self.attn.rows(self.attn_norm(x), rows, cache)
         return y + self.mlp(self.mlp_norm(y))
 
+    def description(self) -> BranchLayer:
+        """For decoders that have a form of their own."""
+        return branch_layer(
+            self.attn,
+            self.mlp,
+            self.attn_norm.eps,
+            norm_attention=self.attn_norm,
+            norm_mlp=self.mlp_norm,
+        )
+
 
 class AcceleratedStream(nn.Module):
     """All trained modules of M2R2. ``adapters`` are keyed by layer index, ``fusions`` and
@@ -255,6 +281,33 @@ class AcceleratedStream(nn.Module):
     def block(self, gate: int) -> GateBlock | None:
         """The block at ``gate``, None without blocks."""
         return self.blocks[str(gate)] if self.blocks else None  # type: ignore[return-value]
+
+    def branch(self, gate: int) -> DraftBranch:
+        """What is computed up to `gate`, for decoders that have a form of their own."""
+        carry, features, block = self.carry, self.features, self.block(gate)
+        fusion: Any = self.fusions[str(gate)] if self.fusions else None
+        mixed = fusion is not None and fusion.carried is not None
+        agreement = None
+        if self.arla is not None and gate == self.config.gates[0]:
+            arla = copy.deepcopy(self.arla).float()
+            weight, inner, out, bias = (part.detach() for part in arla.of_one_gate())
+            agreement = Agreement(weight, inner, out, float(bias))
+        return DraftBranch(
+            exit_layer=gate,
+            adapters={i: a for i, a in self.layer_adapters().items() if i < gate} or None,
+            carry=None if carry is None else Linear(carry.proj.weight, carry.norm.weight),
+            fuse_stream=fusion and Linear(fusion.stream.weight, fusion.stream_norm.weight),
+            fuse_carried=(
+                Linear(fusion.carried.weight, fusion.carried_norm.weight) if mixed else None
+            ),
+            layer=None if block is None else block.description(),
+            features=(
+                None if features is None else Features(features.taps, features.weight(), added=True)
+            ),
+            head=BranchHead(self.draft_tokens),
+            agreement=agreement,
+            eps=self.config.norm_eps,
+        )
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:
         """Logits of outputs p [n, d]: float32 [n, V], −inf outside draft_tokens."""

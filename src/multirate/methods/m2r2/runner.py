@@ -1,8 +1,7 @@
 """One drafting step of the accelerated residual stream: both streams through the shallow layers in
 one pass.
 
-`StreamRunner` runs it on any Decoder with the stream's torch modules; `NativeStreamRunner`
-(native_runner.py) does the same in one kernel call. The drafter works with either.
+`StreamRunner` runs it on any Decoder with the stream's torch modules.
 """
 
 from __future__ import annotations

@@ -7,10 +7,11 @@ from math import prod
 from typing import Any, ClassVar
 
 from multirate.decoding.speculate.drafter import MAX_TREE_NODES
-from multirate.methods._shared.config import DraftWeights, MethodConfig
+from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.joined_drafter import JoinedConfig
 from multirate.methods._shared.reduced_head import default_draft_vocab
 from multirate.methods._shared.shape import BaseShape
+from multirate.runtime.draft_branch import DraftWeights
 
 _ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MAX_TREE_NODES} nodes"
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, Verified
 from multirate.errors import UserError
-from multirate.methods._shared.captured_runner import Likeliest
 from multirate.methods._shared.heads_drafter import HeadsDrafter
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
-from multirate.methods.medusa.runner import NativeMedusaRunner
+from multirate.methods.medusa.runner import make_runner
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.noise import Noise
 
@@ -29,9 +29,7 @@ class MedusaDrafter(HeadsDrafter):
 
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
         super().__init__(decoder)
-        self.runner = NativeMedusaRunner.where_supported(
-            decoder, heads.to(self.row.dtype), config.weights
-        )
+        self.runner = make_runner(decoder, heads.to(self.row.dtype), config.weights)
         self.widths = config.widths or heads.config.widths
         if len(self.widths) > heads.config.heads:
             raise UserError(

@@ -1,4 +1,4 @@
-"""Medusa's heads beside a decoder: with their torch modules on any, packed on the native one."""
+"""Medusa's heads beside a decoder: with their torch modules, or in the decoder's own form."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods._shared.captured_runner import Likeliest, likeliest_of, top_rows
-from multirate.methods._shared.config import DraftWeights
-from multirate.methods._shared.draft_head import DraftHead
+from multirate.methods._shared.captured_runner import likeliest_of, top_rows
 from multirate.methods._shared.heads_runner import HeadsRunner
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.native import NativeDecoder
-from multirate.runtime.native.formats import draft_format
-from multirate.runtime.native.packing import Owner
+from multirate.runtime.draft_branch import BranchHead, Drafting, DraftWeights, Likeliest
 from multirate.runtime.noise import Noise
 
 
@@ -53,35 +49,27 @@ class MedusaRunner(HeadsRunner):
         return self.heads(self.decoder.norm(hidden), count).transpose(0, 1)
 
 
-class NativeMedusaRunner(MedusaRunner):
-    """The same with packed copies of all weights; the heads' maps are one product. weights: how
-    they are packed.
-    """
+class PackedMedusaRunner(MedusaRunner):
+    """The same with `drafting`'s form of all weights; the heads' maps are one product."""
 
-    decoder: NativeDecoder
-
-    @staticmethod
-    def where_supported(
-        decoder: Decoder, heads: MedusaHeads, weights: DraftWeights
-    ) -> MedusaRunner:
-        """This runner on a decoder that it supports, else the one for any decoder."""
-        if isinstance(decoder, NativeDecoder) and decoder.supports_fused:
-            return NativeMedusaRunner(decoder, heads, weights)
-        return MedusaRunner(decoder, heads)
-
-    def __init__(self, decoder: NativeDecoder, heads: MedusaHeads, weights: DraftWeights) -> None:
+    def __init__(self, decoder: Decoder, heads: MedusaHeads, drafting: Drafting) -> None:
         super().__init__(decoder, heads)
-        owner = self._owner = Owner(draft_format(weights))
-        self._head = DraftHead.of(decoder, owner, heads.draft_tokens)
-        self._maps = owner.linear(torch.cat([*heads.heads.parameters()]))
+        self._head = drafting.head(BranchHead(heads.draft_tokens))
+        self._maps = drafting.linear(torch.cat([*heads.heads.parameters()]))
 
     def students(self, hidden: Tensor, count: int) -> Tensor:
         x = self.decoder.norm(hidden)
         n, d = x.shape
-        mapped = self.decoder.product(self._maps, x, None)[:, : count * d].view(n, count, d)
+        mapped = self._maps(x)[:, : count * d].view(n, count, d)
         return (x[:, None] + F.silu(mapped)).transpose(0, 1).flatten(0, 1)
 
-    def top(
-        self, said: Tensor, count: int, noise: Sequence[Noise] | None = None
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        return self._head.top(self.decoder, said, count, noise=noise, normed=True)
+    def top(self, said: Tensor, count: int, noise: Sequence[Noise] | None = None) -> Likeliest:
+        return self._head.top(said, count, noise=noise, normed=True)
+
+
+def make_runner(decoder: Decoder, heads: MedusaHeads, weights: DraftWeights) -> MedusaRunner:
+    """The fastest runner for `decoder`. weights: how it packs what drafts."""
+    drafting = decoder.drafting(weights)
+    if drafting is None:
+        return MedusaRunner(decoder, heads)
+    return PackedMedusaRunner(decoder, heads, drafting)

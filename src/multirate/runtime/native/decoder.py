@@ -26,6 +26,8 @@ from multirate.runtime.decoder import (
     NotPlain,
     VerifiedDraft,
 )
+from multirate.runtime.draft_branch import Drafting, DraftWeights
+from multirate.runtime.fused import DraftShape, FusedSequences, Lookups
 from multirate.runtime.hf.decoder import (
     check_finite,
     evaluation_mode,
@@ -39,6 +41,7 @@ from multirate.runtime.machine import free_memory
 from multirate.runtime.native import abi, library
 from multirate.runtime.native.adapters import AdapterPack
 from multirate.runtime.native.cache import NativeKVCache
+from multirate.runtime.native.draft_branch import NativeDrafting
 from multirate.runtime.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.runtime.native.families import (
     FAMILIES,
@@ -50,6 +53,7 @@ from multirate.runtime.native.families import (
     residual_scale,
 )
 from multirate.runtime.native.formats import screened
+from multirate.runtime.native.fused_sequences import NativeFusedSequences
 from multirate.runtime.native.packing import Owner, packed_bytes
 from multirate.runtime.native.plain import unknown_part
 from multirate.runtime.native.positions import PositionTables, Tables
@@ -534,6 +538,15 @@ class NativeDecoder(Decoder):
                 self.norm_address,
             )
         return self._verification.run(cache, seq, ids, parents, noise, top, x, start)
+
+    def drafting(self, weights: DraftWeights) -> Drafting | None:
+        return NativeDrafting(self, weights) if self.supports_fused else None
+
+    def text_steps(self, nodes: int, lookups: Lookups) -> FusedSequences | None:
+        if not self.supports_fused or nodes > MAX_NODES:
+            return None
+        shape = DraftShape(nodes, 0, 0, 0.0, 0.0, refresh=False)  # there is no branch
+        return NativeFusedSequences(self, self.stream(), None, None, shape, lookups)
 
     def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
         if logits.dtype != torch.float32 or logits.stride(1) != 1:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.draft_head import DraftHead
 from multirate.methods._shared.reduced_head import spread_over
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.draft_branch import BranchHead
 from multirate.runtime.native import NativeDecoder
+from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.formats import draft_format
 from multirate.runtime.native.packing import Owner
 
@@ -39,7 +40,7 @@ class ExitHead:
         self._reduced: DraftHead | None = None
         if tokens is not None and isinstance(decoder, NativeDecoder):
             self._owner = Owner(draft_format("int8"))
-            self._reduced = DraftHead.of(decoder, self._owner, tokens)
+            self._reduced = DraftHead(decoder, self._owner, BranchHead(tokens))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Residuals [n, d] → float32 [n, tokens of this head]."""

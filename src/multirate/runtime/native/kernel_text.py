@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from multirate.decoding.speculate.given_texts import GivenTexts
+from multirate.runtime.fused import Lookups
 from multirate.runtime.native import abi, library
 
 
@@ -16,23 +16,20 @@ class KernelText:
     """Owns the memory of a step's `text`, which the kernel reads and appends to.
 
     step: the SpeculativeStep whose text it is; it must outlive this. tokens: that one step adds at
-    most. automaton: the text is looked up in its suffix automaton, for matches of any length; else
-    its n-grams are. given: other texts that are looked up beside it.
+    most. lookups: where it is looked up.
     """
 
-    def __init__(
-        self, step: abi.CData, tokens: int, automaton: bool, given: GivenTexts | None
-    ) -> None:
+    def __init__(self, step: abi.CData, tokens: int, lookups: Lookups) -> None:
         self._library = library.kernel()
         self._text, self._at = step.text, abi.ffi.addressof(step, "text")
         self._added = tokens
         self._tokens = np.empty(0, np.int32)
         self._found = np.empty(tokens, np.int64)
         self._found_at = abi.longs(self._found)
-        self._automaton = abi.new("Automaton") if automaton else None
+        self._automaton = abi.new("Automaton") if lookups.automaton else None
         if self._automaton is not None:
             self._text.automaton = self._automaton
-        if given is not None:
+        if (given := lookups.given) is not None:
             texts = abi.new(
                 "GivenTexts",
                 tokens=abi.ints(given.tokens),

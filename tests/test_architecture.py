@@ -32,6 +32,9 @@ LAYERS = (
 RUNTIME_LAYERS = (
     ("rows", "noise", "transfer", "finite", "quantised"),
     ("kv_cache",),
+    ("fused",),
+    ("draft_branch",),
+    ("captured",),
     ("decoder",),
     ("hf",),
     ("cuda", "native"),
@@ -113,6 +116,19 @@ def test_imports_point_down() -> None:
     assert not upward(RUNTIME_LAYERS, "multirate.runtime")
     assert not upward(LOADING_LAYERS, "multirate.loading")
     assert not upward(LAB_LAYERS, "multirate.lab")
+
+
+def test_methods_know_no_backend() -> None:
+    """They ask a decoder for what it can do: `drafting`, `text_steps`, `captured_rows`."""
+    backends = ("multirate.runtime.native", "multirate.runtime.cuda")
+    wrong = [
+        f"{module} imports {imported}"
+        for module, tree in MODULES.items()
+        if module.startswith(("multirate.methods.", "multirate.training.", "multirate.decoding."))
+        for imported, _ in imports(tree)
+        if imported.startswith(backends)
+    ]
+    assert not wrong
 
 
 def test_commands_load_the_lab_when_they_run() -> None:

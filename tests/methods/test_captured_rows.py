@@ -25,8 +25,9 @@ from multirate.decoding.stopping import StopSettings
 from multirate.methods._shared.layers import visible_slots
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find, find_training
-from multirate.runtime.cuda.captured_rows import CapturedRows
-from multirate.runtime.cuda.decoder import EagerRecorder, GraphedDecoder
+from multirate.runtime.cuda.captured_rows import GraphedRows
+from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.cuda.recorder import EagerRecorder
 from multirate.runtime.cuda.static_cache import seen_slots
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.rows import Rows
@@ -305,7 +306,7 @@ class _Wrong(EagerRecorder):
 
 def test_a_function_that_reads_the_device_falls_back_and_says_so() -> None:
     graphed = GraphedDecoder(MODEL, TapeRecorder())
-    rows = CapturedRows(graphed)
+    rows = GraphedRows(graphed)
     x = torch.randn(3, 4)
     with pytest.warns(UserWarning, match="kernel by kernel.*not permitted when stream"):
         out = rows.alone("reads", lambda x: x * float(x.sum()), x)
@@ -318,7 +319,7 @@ def test_a_function_that_reads_the_device_falls_back_and_says_so() -> None:
 def test_a_capture_that_gives_other_numbers_is_not_used() -> None:
     graphed = GraphedDecoder(MODEL, EagerRecorder())
     graphed.recorder = _Wrong()
-    rows, x = CapturedRows(graphed), torch.randn(3, 4)
+    rows, x = GraphedRows(graphed), torch.randn(3, 4)
     with pytest.warns(UserWarning, match="other numbers .relative difference 1.0e-01"):
         assert torch.equal(rows.alone("negated", torch.neg, x), -x)
     assert torch.equal(rows.alone("negated", torch.neg, x), -x)

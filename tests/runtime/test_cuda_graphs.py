@@ -19,7 +19,8 @@ from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine
 from multirate.runtime.cuda import decoder as cuda_graphs
-from multirate.runtime.cuda.decoder import EagerRecorder, GraphedDecoder
+from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.cuda.recorder import EagerRecorder
 from multirate.runtime.cuda.static_cache import LEAST_CAPACITY, StaticKVCache
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.kv_cache import KVCache, LayerKV

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from multirate.runtime.captured import CapturedLevels, CapturedRows
 from multirate.runtime.draft_branch import Drafting, DraftWeights
 from multirate.runtime.fused import FusedSequences, Lookups
 from multirate.runtime.kv_cache import KVCache
@@ -246,6 +247,16 @@ class Decoder(ABC):
         The K/V of the accepted nodes go to the slots after the committed ones, uncommitted. Raises
         UserError as ``noisy_argmax`` does.
         """
+        return None
+
+    def captured_rows(self) -> CapturedRows | None:
+        """Captures functions of a few rows that run beside the model's layers; None: the decoder
+        captures nothing, and they just run.
+        """
+        return None
+
+    def captured_levels(self) -> CapturedLevels | None:
+        """The same of whole draft levels."""
         return None
 
     def drafting(self, weights: DraftWeights) -> Drafting | None:

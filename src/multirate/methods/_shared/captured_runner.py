@@ -7,11 +7,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from multirate.runtime.cuda.captured_rows import CapturedRows, RowsFunction
-from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.captured import CapturedRows, RowsFunction, likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.kv_cache import KVCache
@@ -25,8 +23,7 @@ class CapturedRunner:
 
     def _capture_on(self, decoder: Decoder) -> None:
         """What is computed beside the model's own layers is captured where their passes are."""
-        if isinstance(decoder, GraphedDecoder):
-            self._captured = CapturedRows(decoder)
+        self._captured = decoder.captured_rows()
 
     def _alone(self, name: Hashable, function: RowsFunction, *inputs: Tensor) -> Tensor:
         """function(*inputs) of rows that do not look at one another; as CapturedRows.alone."""
@@ -60,26 +57,3 @@ class CapturedRunner:
             judged=lambda out: out.chunk(2, -1)[1],
         )
         return likeliest_of(found)
-
-
-def top_of(logits: Tensor, count: int, sharpness: float) -> tuple[Tensor, Tensor]:
-    """logits [n, V] → the probabilities under softmax(sharpness · logits) of the `count` likeliest
-    tokens, and their ids, [n, count] each.
-    """
-    logits = sharpness * logits
-    best, ids = logits.topk(min(count, logits.shape[-1]), dim=-1)
-    return torch.exp(best - logits.logsumexp(-1, keepdim=True)), ids
-
-
-def top_rows(logits: Callable[[Tensor], Tensor], count: int, sharpness: float, x: Tensor) -> Tensor:
-    """Of rows x [n, d]: their likeliest tokens' ids, which float64 holds exactly, and these tokens'
-    probabilities, side by side [n, 2 · count].
-    """
-    best, ids = top_of(logits(x), count, sharpness)
-    return torch.cat([ids.double(), best.double()], dim=-1)
-
-
-def likeliest_of(found: Tensor) -> Likeliest:
-    """What `top_rows` found, in one copy from the device."""
-    ids, probabilities = found.cpu().chunk(2, dim=-1)
-    return ids.long().tolist(), probabilities.tolist()

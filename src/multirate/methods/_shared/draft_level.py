@@ -9,58 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.runtime.cuda.captured_rows import RowsFunction
+from multirate.runtime.captured import RowsFunction
 from multirate.runtime.decoder import Decoder, LayerAdapter
-from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
-
-
-class Level(Protocol):
-    """N rows, of which the last are new to the model."""
-
-    def slow(self, x: Tensor) -> Tensor:
-        """Residuals [N, d] that enter the model → those after its first layers, [N, d]."""
-        ...
-
-    def both(self, slow: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """The same beside the stream's rows [N, d], which go through the same layers with its
-        adapters → the slow residuals of the new rows at least, as the last ones, and the stream's.
-        """
-        ...
-
-    def own(self, function: RowsFunction, *inputs: Tensor | None) -> Tensor:
-        """function(*inputs, rows, K/V of the stream's own layer), [N, d]."""
-        ...
-
-
-class LevelRunner(Protocol):
-    """What runs levels: a DraftRunner, whose members these are."""
-
-    first_layers: int
-    streams: int
-    adapters: Mapping[int, LayerAdapter] | None
-
-    @property
-    def caches(self) -> tuple[KVCache | None, KVCache | None]: ...
-
-    def step(
-        self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def level_of(
-        self, embedded: Tensor, carried: Tensor | None, level: Level
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def logits(self, p: Tensor) -> Tensor: ...
-
-    def top(self, p: Tensor, count: int, sharpness: float = 1.0) -> Likeliest: ...
 
 
 class RowsLevel:

@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.captured_levels import CapturedLevels
-from multirate.methods._shared.captured_runner import CapturedRunner, top_of
-from multirate.methods._shared.draft_level import Level, RowsLevel
+from multirate.methods._shared.captured_runner import CapturedRunner
+from multirate.methods._shared.draft_level import RowsLevel
 from multirate.methods._shared.layers import OwnAttention
-from multirate.runtime.cuda.captured_rows import RowsFunction
-from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.captured import CapturedLevels, Level, RowsFunction, top_of
 from multirate.runtime.decoder import Decoder, LayerAdapter
 from multirate.runtime.draft_branch import DraftBranch, DraftWeights, Likeliest, PackedBranch
 from multirate.runtime.kv_cache import KVCache
@@ -48,8 +46,7 @@ class DraftRunner(CapturedRunner, ABC):
 
     def _capture_on(self, decoder: Decoder) -> None:
         super()._capture_on(decoder)
-        if isinstance(decoder, GraphedDecoder):
-            self._levels = CapturedLevels(decoder)
+        self._levels = decoder.captured_levels()
 
     def _begin(self, cache: KVCache, attention: OwnAttention | None) -> None:
         """`begin` with the own layer's `attention`, if there is one: its K/V are empty."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.draft_level import Level
 from multirate.methods._shared.draft_runner import DraftRunner, packed_where_possible
 from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.runtime.captured import Level
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.kv_cache import KVCache

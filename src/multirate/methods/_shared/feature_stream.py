@@ -14,7 +14,7 @@ from multirate.methods._shared.layers import KeysValues, OwnAttention, RMSNorm, 
 from multirate.methods._shared.objective import shift
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
-from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.captured import StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import DraftBranch
 from multirate.runtime.kv_cache import KVCache

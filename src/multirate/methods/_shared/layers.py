@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multirate.runtime.cuda.captured_rows import CapturedRows, StaticSlots
+from multirate.runtime.captured import CapturedRows, StaticSlots
 from multirate.runtime.draft_branch import BranchLayer
 from multirate.runtime.kv_cache import KVCache, LayerKV
 from multirate.runtime.rows import MAX_TREE_BIT, Rows

@@ -27,7 +27,7 @@ from multirate.methods._shared.layers import (
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.hydra.config import HydraConfig
-from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.captured import StaticSlots
 from multirate.runtime.draft_branch import BranchLayer
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.methods._shared.captured_runner import likeliest_of, top_rows
 from multirate.methods._shared.heads_runner import HeadsRunner
 from multirate.methods.hydra.modules import HydraHeads
-from multirate.runtime.cuda.captured_rows import StaticSlots
-from multirate.runtime.cuda.decoder import GraphedDecoder
+from multirate.runtime.captured import StaticSlots, likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import (
     BranchHead,
@@ -66,11 +64,10 @@ class HydraRunner(HeadsRunner):
             ids = torch.tensor(tokens, device=decoder.info.device, dtype=torch.int64)
             z, said = self.student(k, z, decoder.embed(ids, positions))
             return z, self.top(said, count, noise)
-        assert isinstance(decoder, GraphedDecoder)
-        parts, count = decoder.parts, min(count, decoder.info.vocab_size)
+        captured, count = self._captured, min(count, decoder.info.vocab_size)
 
         def level(z: Tensor, numbers: Tensor) -> Tensor:
-            z, said = self.student(k, z, parts.embed(*numbers.unbind(1)))
+            z, said = self.student(k, z, captured.embed(*numbers.unbind(1)))
             return torch.cat([z.double(), top_rows(self.logits, count, 1.0, said)], dim=-1)
 
         numbers = to_device(np.stack([tokens, positions], axis=1).astype(np.int64), z.device)

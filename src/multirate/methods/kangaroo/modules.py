@@ -17,7 +17,7 @@ from multirate.methods._shared.layers import OwnAttention, RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.kangaroo.config import KangarooConfig
-from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.captured import StaticSlots
 from multirate.runtime.draft_branch import BranchHead, DraftBranch
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows

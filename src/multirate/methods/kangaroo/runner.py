@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.draft_level import Level
 from multirate.methods._shared.draft_runner import DraftRunner, packed_where_possible
 from multirate.methods._shared.reduced_head import limited_to
 from multirate.methods.kangaroo.modules import KangarooAdapter
+from multirate.runtime.captured import Level
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.kv_cache import KVCache

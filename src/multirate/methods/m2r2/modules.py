@@ -38,7 +38,7 @@ from multirate.methods._shared.reduced_head import first_tokens, limited_to
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
-from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.captured import StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import (
     Agreement,

@@ -10,10 +10,9 @@ import copy
 
 from torch import Tensor
 
-from multirate.methods._shared.draft_level import Level
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods.m2r2.modules import AcceleratedStream
-from multirate.runtime.cuda.captured_rows import StaticSlots
+from multirate.runtime.captured import Level, StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods._shared.captured_runner import likeliest_of, top_rows
 from multirate.methods._shared.heads_runner import HeadsRunner
 from multirate.methods.medusa.modules import MedusaHeads
+from multirate.runtime.captured import likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import BranchHead, Drafting, DraftWeights, Likeliest
 from multirate.runtime.noise import Noise

@@ -7,45 +7,25 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.errors import say_once
-from multirate.runtime.cuda.decoder import MAX_CAPTURES, GraphedDecoder, Replay, width_of
+from multirate.runtime.captured import CapturedRows, RowsFunction, StaticSlots
+from multirate.runtime.cuda.recorder import MAX_CAPTURES, Replay, width_of
 from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.runtime.hf.decoder import relative_difference, rounding_limit
 from multirate.runtime.kv_cache import KVCache, LayerKV
 from multirate.runtime.rows import Rows
 
-
-@dataclass(frozen=True)
-class StaticSlots:
-    """Where captured rows stand in a layer of one sequence: `pos` and `slot` (written) int64 [N],
-    `seen` bool [N, span], the layer's `keys` and `values` [1, H_kv, > span, D].
-    """
-
-    pos: Tensor
-    slot: Tensor
-    seen: Tensor
-    keys: Tensor
-    values: Tensor
-
-    def attended(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the rows' [1, H_kv, N, D] → what they may look at, [1, H_kv, span, D]."""
-        self.keys.index_copy_(2, self.slot, key.to(self.keys.dtype))
-        self.values.index_copy_(2, self.slot, value.to(self.values.dtype))
-        span = self.seen.shape[-1]
-        return self.keys[:, :, :span], self.values[:, :, :span]
+if TYPE_CHECKING:
+    from multirate.runtime.cuda.decoder import GraphedDecoder
 
 
-RowsFunction = Callable[..., Tensor]
-
-
-class CapturedRows:
+class GraphedRows(CapturedRows):
     """Functions of `N` rows, [N, ...] each → [N, ...], captured for padded numbers of rows; with
     more than WIDTHS has, they just run.
 
@@ -60,8 +40,8 @@ class CapturedRows:
         self.fallback: str | None = None
 
     def new_cache(self, batch: int, capacity: int, layout: list[LayerKV]) -> KVCache:
-        """An empty cache for `with_cache`. The storage of the one before, if that is gone, is used
-        again with what was captured over it.
+        """The storage of the one before, if that is gone, is used again with what was captured over
+        it.
         """
         kept = self._kept if self._kept is not None and self._kept.free else None
         cache = StaticKVCache(batch, capacity, layout, kept)
@@ -76,9 +56,6 @@ class CapturedRows:
         *inputs: Tensor,
         judged: Callable[[Tensor], Tensor] = lambda out: out,
     ) -> Tensor:
-        """function(*inputs) of rows that do not look at one another. judged: the part of the
-        outputs whose numbers are compared.
-        """
         width = self._width(len(inputs[0]))
         if width is None:
             return function(*inputs)
@@ -91,9 +68,6 @@ class CapturedRows:
     def with_cache(
         self, name: Hashable, function: RowsFunction, rows: Rows, cache: KVCache, *inputs: Tensor
     ) -> Tensor:
-        """function(*inputs, at, cache) of `rows` that write to the one layer of `cache` and look at
-        it: `at` are the rows, or StaticSlots that stand for both.
-        """
         width = self._width(len(rows))
         if width is None or not isinstance(cache, StaticKVCache) or cache.batch > 1:
             return function(*inputs, rows, cache)
@@ -120,6 +94,9 @@ class CapturedRows:
         return self._replayed(
             storage.captures, key, width, static, given, lambda: function(*inputs, rows, cache)
         )
+
+    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self._decoder.parts.embed(ids, positions)
 
     def _width(self, rows: int) -> int | None:
         if self.fallback is not None or self._decoder.graph_fallback is not None:

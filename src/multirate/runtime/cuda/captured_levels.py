@@ -7,33 +7,34 @@ of plain decoding: what counts is how often the device is asked for something, n
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.errors import say_once
-from multirate.methods._shared.captured_runner import likeliest_of, top_rows
-from multirate.methods._shared.draft_level import LevelRunner
-from multirate.runtime.cuda.captured_rows import RowsFunction, StaticSlots
-from multirate.runtime.cuda.decoder import (
-    MAX_CAPTURES,
-    NUMBERS,
-    WIDTHS,
-    GraphedDecoder,
-    LayerRun,
-    Pass,
-    StaticRows,
-    width_of,
+from multirate.runtime.captured import (
+    CapturedLevels,
+    LevelRunner,
+    RowsFunction,
+    StaticSlots,
+    likeliest_of,
+    top_rows,
 )
+from multirate.runtime.cuda.passes import NUMBERS, LayerRun, Pass, StaticRows
+from multirate.runtime.cuda.recorder import MAX_CAPTURES, WIDTHS, width_of
 from multirate.runtime.cuda.static_cache import StaticKVCache, StaticStorage, round_up, seen_slots
 from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.hf.decoder import relative_difference, rounding_limit
 from multirate.runtime.rows import Rows
 from multirate.runtime.transfer import copy_to
 
+if TYPE_CHECKING:
+    from multirate.runtime.cuda.decoder import GraphedDecoder
 
-class CapturedLevels:
+
+class GraphedLevels(CapturedLevels):
     """Levels of `runner`. The first run of a capture is compared with the level in pieces; where
     it cannot be captured, or gives other numbers, they run in pieces from then on, and `fallback`
     says why.
@@ -56,7 +57,6 @@ class CapturedLevels:
         count: int,
         sharpness: float,
     ) -> tuple[Tensor, Tensor, Likeliest | None] | None:
-        """As `DraftRunner.level`; None: it has no static shape, and nothing has been done."""
         width = width_of(len(ids))
         if (
             self.fallback is not None

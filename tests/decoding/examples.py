@@ -12,7 +12,7 @@ from torch import Tensor
 from multirate.decoding.depth import DepthPolicy, LayerRange, Leaving
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
@@ -26,25 +26,19 @@ class TwoModelDrafter(Drafter):
     """
 
     def __init__(self, draft_model: Decoder, length: int = 3) -> None:
-        self.draft_model, self.max_nodes = draft_model, length
+        self.draft_model, self.traits = draft_model, Traits(max_nodes=length)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self.own = self.draft_model.new_cache(cache.batch, cache.capacity)
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
+    def draft(self, request: DraftRequest) -> list[Draft]:
         drafts = []
-        for b, limit in zip(seqs, limits, strict=True):
-            text = sampler.tokens[b]
+        for b, limit in request.pairs:
+            text = request.sampler.tokens[b]
             drafted: list[int] = []
             # rejected tokens lie behind the committed ones and are written over
             fresh = text[self.own.lengths[b] :]
-            for depth in range(min(limit, self.max_nodes)):
+            for depth in range(min(limit, self.traits.max_nodes)):
                 rows = Rows.causal(b, self.own.lengths[b] + depth, len(fresh))
                 model, info = self.draft_model, self.draft_model.info
                 hidden = model.embed(torch.tensor(fresh, device=info.device), rows.pos)
@@ -52,14 +46,16 @@ class TwoModelDrafter(Drafter):
                 if depth == 0:
                     self.own.commit(b, len(fresh) - 1)
                 logits = model.logits(hidden[-1:])
-                fresh = sampler.choose(logits, [b], [drafted])
+                fresh = request.sampler.choose(logits, [b], [drafted])
                 drafted = [*drafted, *fresh]
             drafts.append(Draft.chain(drafted))
         return drafts
 
     def accept(self, seq: int, verified: Verified) -> None:
         # the draft model has read all accepted nodes but the deepest, if that is the draft's last
-        read = min(len(verified.path), self.max_nodes, self.own.capacity - self.own.lengths[seq])
+        read = min(
+            len(verified.path), self.traits.max_nodes, self.own.capacity - self.own.lengths[seq]
+        )
         self.own.commit(seq, min(read, len(verified.hidden) - 1))
 
 
@@ -86,14 +82,8 @@ class HeadsDrafter(Drafter):
     ) -> None:
         self.states = {b: hidden[-1] for b, hidden in zip(seqs, hidden_final, strict=True)}
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        return [self._tree(self.states[b]) for b in seqs]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        return [self._tree(self.states[b]) for b in request.seqs]
 
     def _tree(self, state: Tensor) -> Draft:
         normed = self.decoder.norm(state[None])
@@ -121,10 +111,9 @@ class TableDrafter(Drafter):
     them.
     """
 
-    top = 2
-
     def __init__(self, decoder: Decoder, tap: int = 1) -> None:
-        self.decoder, self.taps = decoder, (tap,)
+        self.decoder, self.tap = decoder, tap
+        self.traits = Traits(top=2, taps=(tap,))
         self.next: dict[int, list[int]] = {}
         self.drafts: dict[int, tuple[int, Draft]] = {}
         self.rejected: list[
@@ -142,17 +131,11 @@ class TableDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        self.tapped = {b: [states[self.taps[0]]] for b, states in zip(seqs, taps, strict=True)}
+        self.tapped = {b: [states[self.tap]] for b, states in zip(seqs, taps, strict=True)}
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        self.before = {b: list(sampler.tokens[b]) for b in seqs}
-        return [self._tree(b, last) for b, last in zip(seqs, last_tokens, strict=True)]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        self.before = {b: list(request.sampler.tokens[b]) for b in request.seqs}
+        return [self._tree(b, text[-1]) for b, text in self.before.items()]
 
     def _tree(self, seq: int, last: int) -> Draft:
         tokens, parents, level = [], [], [(0, last)]
@@ -174,7 +157,7 @@ class TableDrafter(Drafter):
         nodes = [last, *draft.tokens[: count - 1]]
         for token, best in zip(nodes, verified.top, strict=True):
             self.next[token] = best
-        tapped = verified.taps[self.taps[0]]
+        tapped = verified.taps[self.tap]
         assert len(tapped) == count
         self.tapped[seq].append(verified.of_path(tapped))
         paths = path_tokens(draft)

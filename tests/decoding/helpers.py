@@ -14,7 +14,7 @@ from torch import Tensor
 
 from multirate.decoding.logits import SamplingSettings, allowed
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.load import load_decoder
 
@@ -80,7 +80,8 @@ class ScriptedDrafter(Drafter):
         start: int = 0,
         lazy: bool = False,
     ) -> None:
-        self.script, self.decoder, self.start, self.lazy = script, decoder, start, lazy
+        self.script, self.decoder, self.lazy = script, decoder, lazy
+        self.traits = Traits(start=start)
         self.finals: dict[int, list[Tensor]] = {}
         self.steps = 0
 
@@ -93,26 +94,20 @@ class ScriptedDrafter(Drafter):
             assert hidden.shape[0] == len(prompt)
             self.finals[b] = [hidden]
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
+    def draft(self, request: DraftRequest) -> list[Draft]:
         drafts = []
-        for b, last, limit in zip(seqs, last_tokens, limits, strict=True):
-            assert last == sampler.tokens[b][-1]
+        for b, limit in request.pairs:
+            text = request.sampler.tokens[b]
             assert limit >= 0
-            tokens, parents = self.script(b, sampler.tokens[b], limit)
+            tokens, parents = self.script(b, text, limit)
             # positions past the model's last are the loop's business to cut; rotary angles exist
             # for them all the same
             draft = Draft(tokens, parents)
             self.steps += 1
             if self.decoder is not None and not (self.lazy and self.steps % 2):
                 rows = draft.rows(b, self.cache.lengths[b])
-                x = self.decoder.embed(torch.tensor([last, *tokens]), rows.pos)
-                draft.hidden = self.decoder.layers(x, rows, 0, self.start, self.cache)
+                x = self.decoder.embed(torch.tensor([text[-1], *tokens]), rows.pos)
+                draft.hidden = self.decoder.layers(x, rows, 0, self.traits.start, self.cache)
             drafts.append(draft)
         return drafts
 

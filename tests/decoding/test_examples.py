@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def test_rejected_rows_and_taps_are_the_models_own(batch: int) -> None:
 
 def test_taps_below_the_verified_layers_are_refused() -> None:
     drafter = ScriptedDrafter(lambda *_: ([], []), tiny(0)[1], start=2)
-    drafter.taps = (1,)
+    drafter.traits = replace(drafter.traits, taps=(1,))
     with pytest.raises(ValueError, match="below layer 2"):
         SpeculativeStep(drafter)
     with pytest.raises(ValueError, match=r"outside layers 1\.\.3"):

@@ -16,7 +16,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.speculate.acceptance import accept_greedy
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
@@ -84,8 +84,8 @@ class Adversary(Drafter):
         self.kind = kind
         self.rng = np.random.default_rng(11)
 
-    def draft(self, seqs, last_tokens, limits, sampler):  # type: ignore[no-untyped-def]
-        return [self._draft(sampler.tokens[b][-1]) for b in seqs]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        return [self._draft(token) for token in request.last_tokens]
 
     def _draft(self, last: int) -> Draft:
         if self.kind == "tree":

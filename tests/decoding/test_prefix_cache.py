@@ -29,7 +29,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
-from multirate.methods._shared.draft_runner import NativeDraftRunner
+from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
@@ -222,7 +222,7 @@ def test_turns_are_as_if_read_from_the_start(
 def own_store(drafter: StreamDrafter, begin: int, end: int) -> list[torch.Tensor]:
     """Slots [begin, end) of the drafter's own keys and values."""
     runner: Any = drafter.runner
-    cache = runner.own_cache if isinstance(runner, NativeDraftRunner) else runner._own
+    cache = runner.packed._own if isinstance(runner, PackedRunner) else runner._own
     assert cache is not None
     stores = (
         cache.standard(0) if isinstance(cache, NativeKVCache) else (cache.keys[0], cache.values[0])

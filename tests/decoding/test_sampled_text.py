@@ -20,7 +20,7 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.acceptance import accept_chosen
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
@@ -113,11 +113,11 @@ def _spelt(tokens: list[int]) -> str:
 class Meddler(Drafter):
     """Asks for random numbers of every place, in any order, and drafts nothing of use."""
 
-    def draft(self, seqs, last_tokens, limits, sampler):  # type: ignore[no-untyped-def]
-        for b in seqs:
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        for b in request.seqs:
             for ahead in (5, 0, 2):
-                sampler.noise(b, ahead).values(13)
-        return [Draft.chain([0, 0]) for _ in seqs]
+                request.sampler.noise(b, ahead).values(13)
+        return [Draft.chain([0, 0]) for _ in request.seqs]
 
 
 def test_who_asks_for_random_numbers_changes_none() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings, penalise
 from multirate.decoding.loop import generate
 from multirate.decoding.speculate.acceptance import accept_greedy
-from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.drafter import Draft, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 
@@ -24,11 +25,10 @@ PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1]]
 class Trusting(ScriptedDrafter):
     """Trusts some of the only children of random trees."""
 
-    lossless = False
-
     def __init__(self, decoder: Any, start: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
         super().__init__(self._script, decoder if start else None, start)
+        self.traits = replace(self.traits, lossless=False)
         self.made: dict[tuple[int, int], Draft] = {}  # by sequence and the place it begins at
 
     def _script(self, b: int, tokens: list[int], limit: int) -> tuple[list[int], list[int]]:
@@ -37,17 +37,16 @@ class Trusting(ScriptedDrafter):
         chain = self.rng.integers(0, 13, head).tolist()
         return [*chain, *below], [*range(head), *(head + p for p in parents)]
 
-    def draft(self, seqs: Any, last_tokens: Any, limits: Any, sampler: Any) -> list[Draft]:
-        drafts = []
-        for b, last, limit in zip(seqs, last_tokens, limits, strict=True):
-            [draft] = super().draft([b], [last], [limit], sampler)
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        drafts = super().draft(request)
+        for draft, (b, limit) in zip(drafts, request.pairs, strict=True):
             draft.trusted = frozenset(
                 node
                 for node, parent in enumerate(draft.parents, start=1)
                 if draft.parents.count(parent) == 1 and self.rng.random() < 0.6
             )
-            self.made[b, len(sampler.tokens[b])] = draft.cut(limit, self.max_nodes)
-            drafts.append(draft)
+            place = len(request.sampler.tokens[b])
+            self.made[b, place] = draft.cut(limit, self.traits.max_nodes)
         return drafts
 
     def trusted_places(self, b: int, text: list[int]) -> set[int]:

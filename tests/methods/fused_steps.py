@@ -122,7 +122,7 @@ def _assert_the_same(
         )
         outcomes.append((output.sequences, drafted, texts, counts))
         stores.append(stored)
-    if len(prompts) > 1 and drafter.adapts:
+    if len(prompts) > 1 and drafter.traits.adapts:
         # a sequence's last step, of which steps in parts tell the drafter nothing, changes what the
         # others draft
         outcomes, stores = [outcome[:1] for outcome in outcomes], []

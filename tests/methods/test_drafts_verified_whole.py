@@ -5,6 +5,7 @@ and statistics of verification in parts, whoever drafts.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -164,7 +165,7 @@ def test_whatever_is_drafted(
         drafter = ScriptedDrafter(
             scripts(kind, [true], VOCAB, seed), decoder if start else None, start, lazy
         )
-        drafter.top = top
+        drafter.traits = replace(drafter.traits, top=top)
         return drafter
 
     accepted = assert_drafts_are_verified_whole_as_in_parts(

@@ -14,7 +14,7 @@ from decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.session import Session
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -77,15 +77,15 @@ def test_a_seeds_text_is_plain_decodings(method: str, monkeypatch: pytest.Monkey
 class Counting(Drafter):
     """Drafts nothing, and writes down what it is asked and told."""
 
-    max_nodes = 3
+    traits = Traits(max_nodes=3)
 
     def __init__(self) -> None:
         self.asked: list[int] = []  # the lengths of the texts that it was asked to go on with
         self.told: list[list[int]] = []
 
-    def draft(self, seqs: Any, last_tokens: Any, limits: Any, sampler: Any) -> list[Draft]:
-        self.asked += [len(sampler.tokens[b]) for b in seqs]
-        return [Draft([], []) for _ in seqs]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        self.asked += [len(request.sampler.tokens[b]) for b in request.seqs]
+        return [Draft([], []) for _ in request.seqs]
 
     def accept(self, seq: int, verified: Verified) -> None:
         self.told.append([verified.tokens[node] for node in verified.path])
@@ -125,7 +125,7 @@ def test_the_text_drafts_where_its_match_is_long_enough_and_the_drafter_hears_of
 
 def test_a_drafter_from_within_the_model_is_not_joined_this_way() -> None:
     class Inside(Counting):
-        start = 1
+        traits = Traits(start=1)
 
     with pytest.raises(ValueError, match="Inside cannot leave a draft to the text"):
         JoinedDrafter(Inside(), None, tiny()[1])

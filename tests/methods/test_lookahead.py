@@ -11,7 +11,7 @@ from decoding.invariants import check_invariants
 
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler, SamplingSettings
-from multirate.decoding.speculate.drafter import Draft, Verified
+from multirate.decoding.speculate.drafter import Draft, DraftRequest, Verified
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.methods.spec import find
@@ -28,7 +28,7 @@ def simulate(steps: int, prompt: list[int], **settings: Any) -> list[Draft]:
     drafter.begin(None, sampler)  # type: ignore[arg-type]
     for _ in range(steps):
         last = sampler.tokens[0][-1]
-        draft = drafter.draft([0], [last], [9], sampler)[0]
+        draft = drafter.draft(DraftRequest([0], [9], sampler))[0]
         draft.check()
         drafts.append(draft)
         nodes = [last, *draft.tokens]

@@ -479,17 +479,17 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
         original, choose = drafter.draft, drafter._choose
         seen, steps = {}, itertools.count()
 
-        def chosen(seqs, *rest, choose=choose, drafter=drafter, steps=steps, resting=resting):
-            plan = choose(seqs, *rest)
+        def chosen(request, *rest, choose=choose, drafter=drafter, steps=steps, resting=resting):
+            plan, seqs = choose(request, *rest), request.seqs
             if next(steps) in resting:
                 drafter._streamed = set()
                 drafter._matches = dict.fromkeys(seqs, NO_MATCH)
                 plan = Plan(False, (0,) * len(seqs))
             return plan
 
-        def draft(seqs, *rest, original=original, seen=seen, drafter=drafter):
-            made = original(seqs, *rest)
-            for seq, one in zip(seqs, made, strict=True):
+        def draft(request, original=original, seen=seen, drafter=drafter):
+            made = original(request)
+            for seq, one in zip(request.seqs, made, strict=True):
                 if one.tokens:
                     seen[seq, len(drafter._sampler.tokens[seq])] = one.tokens
             return made

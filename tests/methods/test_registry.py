@@ -16,15 +16,15 @@ from multirate.decoding.stopping import StopSettings
 from multirate.methods import spec
 
 ECHO = """
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, Traits
 from multirate.methods.spec import MethodSpec, register
 
 
 class Echo(Drafter):
-    max_nodes = 2
+    traits = Traits(max_nodes=2)
 
-    def draft(self, seqs, last_tokens, limits, sampler):
-        return [Draft.chain([token, token]) for token in last_tokens]
+    def draft(self, request):
+        return [Draft.chain([token, token]) for token in request.last_tokens]
 
 
 register(

@@ -12,6 +12,7 @@ from decoding.invariants import check_invariants
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.drafter import DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
@@ -120,9 +121,9 @@ def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
         sampler = Sampler(SamplingSettings(), [text[:-1]])
         drafter = PromptLookupDrafter(tiny[1], PromptLookupConfig(**config))
         drafter.begin(None, sampler)  # type: ignore[arg-type]
-        drafter.draft([0], [text[-2]], [limit], sampler)
+        drafter.draft(DraftRequest([0], [limit], sampler))
         sampler.tokens[0].append(text[-1])  # the index grows between steps
-        return drafter.draft([0], [text[-1]], [limit], sampler)[0].tokens
+        return drafter.draft(DraftRequest([0], [limit], sampler))[0].tokens
 
     assert draft([1, 2, 3, 4, 5, 9, 2, 3]) == [4, 5, 9, 2, 3]
     assert draft([1, 2, 3, 4, 5, 9, 2, 3], limit=2) == [4, 5]
@@ -145,7 +146,7 @@ def test_sam_proposes_what_followed_the_longest_end_by_its_length(tiny: Any) -> 
         drafter = find("sam").make_drafter(tiny[1], settings=config)
         assert drafter is not None
         drafter.begin(None, sampler)  # type: ignore[arg-type]
-        return drafter.draft([0], [text[-1]], [limit], sampler)[0].tokens
+        return drafter.draft(DraftRequest([0], [limit], sampler))[0].tokens
 
     text = [5, 1, 2, 3, 4, 8, 6, 7, 9, 3, 4, 10, 5, 1, 2, 3, 4]
     assert draft(text, per_match=1) == [8, 6, 7, 9, 3]  # five matched; three would give [10, …]

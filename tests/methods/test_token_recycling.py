@@ -18,7 +18,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.session import Session
-from multirate.decoding.speculate.drafter import Verified
+from multirate.decoding.speculate.drafter import Draft, DraftRequest, Verified
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -140,11 +140,11 @@ def test_a_grown_tree_has_the_nodes_whose_chance_is_worth_their_row() -> None:
             for rank, token in enumerate(made._successors.get(path[-1], ())):
                 chances[(*path, token)] = chance * made.rates.of[rank]
     for worth in ([0.06] * 9, np.linspace(0.1, 0.3, 9), [0.6] * 9, [0.0] * 9):
-        made.worth = np.array(worth)
-        draft = made.draft([0], [1], [8], Sampler(SamplingSettings(), [[1]]))[0]
+        sampler, least = Sampler(SamplingSettings(), [[1]]), np.array(worth)
+        draft = made.draft(DraftRequest([0], [8], sampler, least))[0]
         draft.check()
         expected = sorted((chance for path, chance in chances.items() if path[1:]), reverse=True)
-        count = next((i for i, c in enumerate(expected[:9]) if c < made.worth[i]), 9)
+        count = next((i for i, c in enumerate(expected[:9]) if c < least[i]), 9)
         paths = [(1, *path) for path in path_tokens(draft)[1:]]
         assert [chances[path] for path in paths] == expected[:count]
         assert len(set(paths)) == count
@@ -161,16 +161,24 @@ def test_rates_are_how_often_each_rank_was_right() -> None:
 
 def test_an_adaptive_step_says_what_rows_are_worth_and_the_text_stays() -> None:
     model, decoder = tiny()
-    made = drafter(decoder)
+    made, asked = drafter(decoder), []
+    draft = made.draft
+
+    def noted(request: DraftRequest) -> list[Draft]:
+        asked.append(request.worth)
+        return draft(request)
+
+    made.draft = noted  # type: ignore[method-assign]
     step = SpeculativeStep(made)
     step.adapt(decoder, True)
     for prompt in PROMPTS:
         out = generate(decoder, step, [prompt], stop=StopSettings(max_new_tokens=24))
         assert out.sequences == [reference(model, prompt, 24)]
-    assert made.worth is not None and len(made.worth) == made.max_nodes
-    assert (np.diff(made.worth) >= 0).all()
+    assert asked and all(len(worth) == made.traits.max_nodes for worth in asked)
+    assert all((np.diff(worth) >= 0).all() for worth in asked)
     step.adapt(decoder, False)
-    assert made.worth is None
+    generate(decoder, step, [PROMPTS[0]], stop=StopSettings(max_new_tokens=4))
+    assert asked[-1] is None
 
 
 def test_settings_refuse() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -142,10 +142,10 @@ class Verified:
     hidden: Tensor
     """[n+1, d]: the final residual h_L of every node, including rejected ones."""
     taps: Mapping[int, Tensor] = field(default_factory=dict)
-    """For each layer of `Drafter.taps`: the residuals entering it, [n+1, d]."""
+    """For each layer of `Traits.taps`: the residuals entering it, [n+1, d]."""
     top: list[list[int]] | None = None
     """[n+1][k]: the target's k likeliest tokens after each node, the likeliest first, by its own
-    logits before any sampling settings. None unless `Drafter.top` asks for them.
+    logits before any sampling settings. None unless `Traits.top` asks for them.
     """
 
     def of_path(self, states: Tensor) -> Tensor:
@@ -163,10 +163,9 @@ class Verified:
         return self.of_path(self.hidden)
 
 
-class Drafter(ABC):
-    """Proposes tokens that the target model then verifies. Subclasses must write `draft`;
-    everything else is optional.
-    """
+@dataclass(frozen=True)
+class Traits:
+    """What does not change about a drafter."""
 
     start: int = 0
     """Verification runs layers [start, L) on `Draft.hidden`. 0: drafts come from outside the
@@ -178,7 +177,7 @@ class Drafter(ABC):
     """
     lossless: bool = True
     """Whether verification makes the output the base model's own. True for every drafter that keeps
-    this contract.
+    its contract.
     """
     taps: tuple[int, ...] = ()
     """Layers, at least `start`, whose entering residuals `prefill` and `accept` receive."""
@@ -188,25 +187,66 @@ class Drafter(ABC):
     """Whether the drafter decides by itself when not to draft. Otherwise `SpeculativeStep.adapt`
     can.
     """
-    expected: Sequence[float] = ()
-    """Acceptance of its drafts by depth, as measured before: a first guess. Empty: unknown."""
     longest: int = 0
     """The longest match length that `matched` reports; 0: it reports none."""
     looks_up: bool = False
     """Whether it may draft by text lookup instead, which takes no time."""
-    rests: bool = True
-    """Whether a drafter that adapts may leave a step without a draft. `SpeculativeStep.adapt` sets
-    it.
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a step asks a drafter for."""
+
+    seqs: Sequence[int]
+    """The unfinished sequences, each of which wants a draft."""
+    limits: Sequence[int]
+    """The deepest useful level for each, at least 0: the tokens it may still emit, minus the one
+    that verification adds. The step drops deeper nodes. If all limits are 0, make no draft.
+    """
+    sampler: Sampler
+    """Has each sequence's tokens; the last one will be written at the slot after the committed
+    ones.
     """
     worth: np.ndarray | None = None
-    """[max_nodes], not falling: the minimum chance of acceptance with which the n-th node of the
-    next draft is worth verifying; None: unknown. The step sets it before `draft`, unless the
-    drafter adapts itself.
+    """[max_nodes], not falling: the minimum chance of acceptance with which the n-th node is worth
+    verifying; None: unknown, or the drafter adapts by itself.
     """
-    refused: float | None = None
-    """For drafters that accept tokens unverified by a score: the highest score of this generation
-    that was too low, or −inf. With a threshold above it, the text is the same. None: unknown.
+    rests: bool = True
+    """Whether a drafter that adapts may leave the step without a draft."""
+
+    @property
+    def last_tokens(self) -> list[int]:
+        """The last token of each sequence."""
+        return [self.sampler.tokens[b][-1] for b in self.seqs]
+
+    @property
+    def pairs(self) -> Iterator[tuple[int, int]]:
+        """Each sequence and its limit."""
+        return zip(self.seqs, self.limits, strict=True)
+
+    def part(self, places: Sequence[int]) -> DraftRequest:
+        """The same for the sequences at these places only."""
+        seqs, limits = [self.seqs[i] for i in places], [self.limits[i] for i in places]
+        return replace(self, seqs=seqs, limits=limits)
+
+
+class Drafter(ABC):
+    """Proposes tokens that the target model then verifies. Subclasses must write `draft`;
+    everything else is optional.
     """
+
+    traits = Traits()
+
+    @property
+    def refused(self) -> float | None:
+        """For drafters that accept tokens unverified by a score: the highest score of this
+        generation that was too low, or −inf. With a threshold above it, the text is the same. None:
+        unknown.
+        """
+        return None
+
+    def expect(self, rates: Sequence[float]) -> None:  # noqa: B027 - optional
+        """Acceptance of its drafts by depth, as measured before: a first guess."""
 
     _costs: CostModel | None = None
 
@@ -217,7 +257,7 @@ class Drafter(ABC):
         Not during a generation, because the trial step may use the drafter's state.
         """
         if self._costs is None:
-            self._costs = measure_costs(decoder, self.start, self.trial_step())
+            self._costs = measure_costs(decoder, self.traits.start, self.trial_step())
         return self._costs
 
     def trial_step(self) -> Callable[[], object] | None:
@@ -258,40 +298,25 @@ class Drafter(ABC):
 
         hidden_final[i]: h_L of every prompt token of seqs[i], [T_i, d]; after `resume` only of the
             tokens that were read.
-        taps[i]: the same tokens' residuals entering each layer of `taps`.
+        taps[i]: the same tokens' residuals entering each layer of `Traits.taps`.
         """
 
     @abstractmethod
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """One draft for each of the unfinished sequences `seqs`.
-
-        last_tokens[i]: the last emitted token of seqs[i], which will be written at slot
-            `cache.lengths[seqs[i]]`.
-        limits[i]: the deepest useful level for seqs[i], at least 0: the tokens it may still emit,
-            minus the one that verification adds. The step drops deeper nodes. If all limits are 0,
-            make no draft.
-        """
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        """One draft for each of the request's sequences."""
 
     def behind(self, seqs: Sequence[int]) -> int:
         """Number of rows that the next draft must catch up on because recent steps had no draft."""
         return 0
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
-        """For drafts by text lookup: the match length, at most `longest`, that each sequence's next
-        draft would follow. Acceptance statistics are kept by this length.
+        """For drafts by text lookup: the match length, at most `Traits.longest`, that each
+        sequence's next draft would follow. Acceptance statistics are kept by this length.
         """
         return [0] * len(seqs)
 
-    def fused_steps(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
-        """A whole step of each of the sequences `seqs`, if the drafter can run it in one call.
+    def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
+        """A whole step of each of the request's sequences, if the drafter can run it in one call.
         None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not called with a
         repetition penalty.
 

@@ -14,7 +14,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
 from multirate.decoding.speculate.budget import DraftLengthController
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
 from multirate.decoding.step import Step
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
@@ -44,23 +44,21 @@ class SpeculativeStep(Step):
     tells_split = True
 
     def __init__(self, drafter: Drafter) -> None:
-        self.drafter = drafter
-        self.slots = drafter.max_nodes + 1
-        self.taps = drafter.taps
-        self.lossless = drafter.lossless
-        if any(tap < drafter.start for tap in drafter.taps):
+        self.drafter, self.traits = drafter, drafter.traits
+        traits = self.traits
+        self.slots, self.taps = traits.max_nodes + 1, traits.taps
+        self.lossless, self.looks_up = traits.lossless, traits.looks_up
+        if any(tap < traits.start for tap in traits.taps):
             raise ValueError(
-                f"taps {drafter.taps} lie below layer {drafter.start}, where verification begins"
+                f"taps {traits.taps} lie below layer {traits.start}, where verification begins"
             )
+        self._expected: tuple[float, ...] = ()
+        self._rests = True
         self.watch: Watch | None = None
         self._controller: DraftLengthController | None = None
         self._adapts = False
         # of the step under way, by sequence; none where the controller has not chosen it
         self._matched: dict[int, int] = {}
-
-    @property
-    def looks_up(self) -> bool:  # type: ignore[override]
-        return self.drafter.looks_up
 
     def begin(self, session: Session, resumed: bool) -> None:
         if self._controller is not None:
@@ -92,42 +90,43 @@ class SpeculativeStep(Step):
     def adapt(self, decoder: Decoder, on: bool) -> bool:
         if not self.lossless:
             return False
-        self.drafter.rests, self.drafter.worth = on, None
-        self._adapts = on and not self.drafter.adapts
+        self._rests, self._adapts = on, on and not self.traits.adapts
         if self._adapts and self._controller is None:
             costs = self.drafter.costs(decoder).costs
             self._controller = DraftLengthController(
                 costs,
-                self.drafter.max_nodes,
-                expected=self.drafter.expected,
-                longest=self.drafter.longest,
+                self.traits.max_nodes,
+                expected=self._expected,
+                longest=self.traits.longest,
             )
         return on
 
     def expect(self, rates: Sequence[float]) -> None:
-        self.drafter.expected = tuple(rates)
+        self._expected = tuple(rates)
+        self.drafter.expect(rates)
 
     def run(self, session: Session) -> None:
         seqs = session.active
         limits = [session.stops.remaining(b) - 1 for b in seqs]
         fuses = self.watch is None and not session.sampler.settings.uses_context
-        self._matched = {}
+        self._matched, worth = {}, None
         if self._controller is not None and self._adapts:
-            self.drafter.worth = self._controller.thresholds(len(seqs))[1]
+            worth = self._controller.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
             self._matched = dict(zip(seqs, matched, strict=True))
             plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.stream:
                 limits = [0] * len(seqs)
-        if fuses and self._run_fused(session, seqs, limits):
+        request = DraftRequest(seqs, limits, session.sampler, worth, self._rests)
+        if fuses and self._run_fused(session, request):
             return
         cache, stops = session.cache, session.stops
-        last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
+        last_tokens = request.last_tokens
         begin = time.perf_counter()
-        drafts = self.drafter.draft(seqs, last_tokens, limits, session.sampler)
+        drafts = self.drafter.draft(request)
         drafts = [
-            draft.cut(limit, self.drafter.max_nodes)
+            draft.cut(limit, self.traits.max_nodes)
             for draft, limit in zip(drafts, limits, strict=True)
         ]
         self.drafting_seconds += time.perf_counter() - begin
@@ -160,17 +159,16 @@ class SpeculativeStep(Step):
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
         """Counts `kept` emitted tokens, `trusted` of them accepted unverified."""
-        if not self.drafter.lossless:
-            session.stats.count_exits(self.drafter.start, trusted)
+        if not self.traits.lossless:
+            session.stats.count_exits(self.traits.start, trusted)
             session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
 
-    def _run_fused(self, session: Session, seqs: list[int], limits: list[int]) -> bool:
+    def _run_fused(self, session: Session, request: DraftRequest) -> bool:
         """Runs each active sequence's step in one call, if the drafter can."""
-        last_tokens = [session.sampler.tokens[b][-1] for b in seqs]
-        every = self.drafter.fused_steps(seqs, last_tokens, limits)
+        every = self.drafter.fused_steps(request)
         if every is None:
             return False
-        for b, done in zip(seqs, every, strict=True):
+        for b, done in zip(request.seqs, every, strict=True):
             self._count(b, len(done.tokens), done.levels, done.drafted)
             kept = session.emit(b, done.tokens)
             self._count_exits(session, kept, sum(place < kept for place in done.trusted))
@@ -186,8 +184,8 @@ class SpeculativeStep(Step):
         """Verifies the only active sequence's draft in one call and leaves its K/V in place;
         otherwise as `_verify`. None: that is not possible, and nothing has changed.
         """
-        drafter, sampler, draft = self.drafter, session.sampler, drafts[0]
-        if len(seqs) > 1 or drafter.taps or draft.trusted or not sampler.by_argmax:
+        traits, sampler, draft = self.traits, session.sampler, drafts[0]
+        if len(seqs) > 1 or traits.taps or draft.trusted or not sampler.by_argmax:
             return None
         draft.check()
         seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]
@@ -197,9 +195,9 @@ class SpeculativeStep(Step):
             tokens,
             draft.parents,
             None if sampler.plain else sampler.noise(seq),
-            drafter.top,
+            traits.top,
             draft.hidden,
-            drafter.start,
+            traits.start,
         )
         if done is None:
             return None
@@ -215,26 +213,26 @@ class SpeculativeStep(Step):
         Returns for each sequence its number, its draft, what verification found, and the bonus
         token.
         """
-        decoder, sampler, drafter = session.decoder, session.sampler, self.drafter
+        decoder, sampler, traits = session.decoder, session.sampler, self.traits
         counts = [len(draft.tokens) + 1 for draft in drafts]
         lengths = session.cache.lengths
         parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
         rows = Rows.concat(parts)
-        simple = sampler.by_argmax and not drafter.top
+        simple = sampler.by_argmax and not traits.top
         x: Tensor | None = None
         ids: list[int] | None = None
         taps: Mapping[int, Tensor] = {}
         reached = 0
-        if simple and not drafter.taps and all(draft.hidden is None for draft in drafts):
+        if simple and not traits.taps and all(draft.hidden is None for draft in drafts):
             # nobody has run a layer of any row yet: one pass runs all of them
             pairs = zip(last_tokens, drafts, strict=True)
             ids = [token for last, draft in pairs for token in (last, *draft.tokens)]
         else:
             x = self._entering(session, last_tokens, drafts, parts)
             # below the last tap layer by layer, above it in one piece
-            reached = max(drafter.taps, default=drafter.start)
+            reached = max(traits.taps, default=traits.start)
             x, taps = decoder.layers_with_taps(
-                x, rows, drafter.start, reached, session.cache, drafter.taps
+                x, rows, traits.start, reached, session.cache, traits.taps
             )
         best: list[list[int]] | None = None
         if simple:
@@ -251,8 +249,8 @@ class SpeculativeStep(Step):
             assert x is not None
             hidden = decoder.layers(x, rows, reached, decoder.info.num_layers, session.cache)
             logits = decoder.logits(hidden)
-            if drafter.top:
-                best = decoder.top_tokens(logits, drafter.top)
+            if traits.top:
+                best = decoder.top_tokens(logits, traits.top)
             verdicts = accept_chosen(sampler, seqs, drafts, logits)
         found, begin = [], 0
         for b, last, draft, (path, bonus), count in zip(
@@ -285,7 +283,7 @@ class SpeculativeStep(Step):
             # them
             ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
             bare_parts = [parts[i] for i in bare]
-            x = session.forward(ids, Rows.concat(bare_parts), stop=self.drafter.start)
+            x = session.forward(ids, Rows.concat(bare_parts), stop=self.traits.start)
             for i, part in zip(bare, x.split([len(p) for p in bare_parts]), strict=True):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]

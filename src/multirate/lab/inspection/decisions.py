@@ -59,11 +59,11 @@ def decode(
             if node == 0:
                 decisions.append(Decision(Kind.MODEL, layers))
             elif node in draft.trusted:
-                decisions.append(Decision(Kind.LEFT, step.drafter.start))
+                decisions.append(Decision(Kind.LEFT, step.traits.start))
             elif node in draft.copied:
                 decisions.append(Decision(Kind.COPIED, 0))
             else:
-                decisions.append(Decision(Kind.DRAFT, step.drafter.start))
+                decisions.append(Decision(Kind.DRAFT, step.traits.start))
 
     def after_step(session: Session, _: Step) -> None:
         if not isinstance(step, SpeculativeStep):

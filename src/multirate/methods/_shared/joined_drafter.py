@@ -8,11 +8,11 @@ instead (stream_drafter.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.lookup import Lookup, check_texts
@@ -55,12 +55,15 @@ class JoinedDrafter(WrappedDrafter):
 
     def __init__(self, drafter: Drafter, texts: str | None, decoder: Decoder) -> None:
         super().__init__(drafter)
-        self.looks_up = True
-        if drafter.start:
+        if drafter.traits.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
         self._lookup = Lookup.of(texts, decoder)
-        self.longest = self._lookup.told
-        self.max_nodes = max(drafter.max_nodes, MOST_TOKENS)
+        self.traits = replace(
+            drafter.traits,
+            looks_up=True,
+            longest=self._lookup.told,
+            max_nodes=max(drafter.traits.max_nodes, MOST_TOKENS),
+        )
         self._texts: list[TextSource] = []
         self._sampler: Sampler | None = None
 
@@ -72,34 +75,22 @@ class JoinedDrafter(WrappedDrafter):
         self._follow(sampler)
         super().resume(cache, sampler)
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter."""
+    def draft(self, request: DraftRequest) -> list[Draft]:
         drafts: dict[int, Draft] = {}
-        for b, limit in zip(seqs, limits, strict=True):
+        for b, limit in request.pairs:
             most = min(limit, MOST_TOKENS)
             if not most:
                 continue
-            tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
+            tokens, matched = self._texts[b].look_up(request.sampler.tokens[b], most)
             if self._drafts(matched):
                 there = self._lookup.in_given(matched)
                 drafts[b] = Draft.chain(tokens[: there or None])
                 drafts[b].copied = range(1, len(drafts[b].tokens) + 1)
-        asked = [i for i, b in enumerate(seqs) if b not in drafts]
+        asked = [i for i, b in enumerate(request.seqs) if b not in drafts]
         if asked:
-            own = super().draft(
-                [seqs[i] for i in asked],
-                [last_tokens[i] for i in asked],
-                [limits[i] for i in asked],
-                sampler,
-            )
-            drafts |= {seqs[i]: draft for i, draft in zip(asked, own, strict=True)}
-        return [drafts[b] for b in seqs]
+            rest = request.part(asked)
+            drafts |= zip(rest.seqs, super().draft(rest), strict=True)
+        return [drafts[b] for b in request.seqs]
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
         """See Drafter; what the drafter itself brings is counted as a match of length 0."""

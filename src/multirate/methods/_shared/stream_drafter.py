@@ -23,7 +23,7 @@ from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.acceptance import choose_path
 from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.draft_grower import DraftGrower, GrowingDraft, Trusting
 from multirate.methods._shared.draft_runner import DraftRunner
@@ -66,22 +66,26 @@ class StreamDrafter(Drafter):
         min_probability: float = 0.0,
     ) -> None:
         self.decoder, self.runner, self.config = decoder, runner, config
-        self.start, self.taps = start, runner.taps
         self._lookup = Lookup.of(config.texts, decoder) if config.lookup else Lookup(0)
-        self.looks_up = self._lookup.longest > 0
         self._trusting = trusting
-        self.lossless = trusting is None
-        self.max_nodes = config.nodes
+        self._lossless, self._most = trusting is None, config.nodes
         if trusting is not None:
-            most = min(_MOST_NODES, config.nodes + trusting.nodes)
-            self.max_nodes = max(self.max_nodes, most)
+            self._most = max(self._most, min(_MOST_NODES, config.nodes + trusting.nodes))
         self._prices = config.draft_threshold is None or config.verify_threshold is None
-        self.adapts = self.lossless and self._prices
+        self.traits = Traits(
+            start=start,
+            max_nodes=self._most,
+            lossless=self._lossless,
+            taps=runner.taps,
+            adapts=self._lossless and self._prices,
+            looks_up=self._lookup.longest > 0,
+        )
+        self._expected: tuple[float, ...] = ()
         self._refresh, self._carry, self._min_probability = refresh, carry, min_probability
         self._grower = DraftGrower(
             runner,
             config,
-            max_nodes=self.max_nodes,
+            max_nodes=self._most,
             carry=carry,
             trusting=trusting,
         )
@@ -90,7 +94,7 @@ class StreamDrafter(Drafter):
         # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
         # `_seen_from`, which are not there: its window ended after them.
         self._refreshed = self._seen_from = 0
-        self._lossy_costs = None if self.lossless else LOSSY_COSTS
+        self._lossy_costs = None if self._lossless else LOSSY_COSTS
         self._shared = self._new_estimates(self._lossy_costs)
         self._own: dict[int, StreamEstimates] = {}  # by sequence
         self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
@@ -105,7 +109,7 @@ class StreamDrafter(Drafter):
         config, trusting = self.config, self._trusting
         unverified = None
         if trusting is not None:
-            nodes = self.max_nodes - config.nodes
+            nodes = self._most - config.nodes
             unverified = Unverified(trusting.threshold, nodes, trusting.by_arla)
         return DraftShape(
             config.nodes,
@@ -121,21 +125,24 @@ class StreamDrafter(Drafter):
         """costs: costs by which drafts grow, independent of the clock, where the settings leave
         thresholds open; None: still to be measured.
         """
-        made = StreamEstimates.of(self.config, self.max_nodes, self._lookup)
+        made = StreamEstimates.of(self.config, self._most, self._lookup)
         if costs is not None and self._prices:
             rates = made.continuations
-            made.go_by(DraftLengthController(costs, self.max_nodes, rates, timed=False))
+            made.go_by(DraftLengthController(costs, self._most, rates, timed=False))
         return made
 
     def _estimates(self, seq: int) -> StreamEstimates:
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
-        if self.lossless:
+        if self._lossless:
             return self._shared
         if seq not in self._own:
             self._own[seq] = self._new_estimates(self._lossy_costs)
         return self._own[seq]
+
+    def expect(self, rates: Sequence[float]) -> None:
+        self._expected = tuple(rates)
 
     def trial_step(self) -> Callable[[], object]:
         """One level of one node on a cache of its own."""
@@ -163,10 +170,12 @@ class StreamDrafter(Drafter):
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         shared = self._shared
-        if shared.controller is None and self.adapts:
+        if shared.controller is None and self.traits.adapts:
             costs = self.costs(self.decoder).costs
             shared.go_by(
-                DraftLengthController(costs, self.config.nodes, shared.continuations, self.expected)
+                DraftLengthController(
+                    costs, self.config.nodes, shared.continuations, self._expected
+                )
             )
         if shared.controller is not None:
             shared.controller.pause()
@@ -183,8 +192,8 @@ class StreamDrafter(Drafter):
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     @property
-    def refused(self) -> float | None:  # type: ignore[override]
-        if self.lossless:
+    def refused(self) -> float | None:
+        if self._lossless:
             return None
         fused = -np.inf if self._fused is None else self._fused.refused
         return max(self._grower.refused, fused)
@@ -305,10 +314,11 @@ class StreamDrafter(Drafter):
             draft_seconds=draft_seconds,
         )
 
-    def _choose(self, seqs: Sequence[int], limits: Sequence[int], behind: int) -> Plan:
+    def _choose(self, request: DraftRequest, behind: int) -> Plan:
         """Starts a step of sequences with the same estimates: what it drafts with, and the
         thresholds.
         """
+        seqs, limits = request.seqs, request.limits
         known = self._estimates(seqs[0])
         known.price(self.config, len(seqs))
         self._streamed |= set(seqs)
@@ -329,29 +339,27 @@ class StreamDrafter(Drafter):
                     match = Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
             self._matches[seq] = match
             found.append((match.matched, count))
-        plan = known.controller.choose(found, max(limits), behind, self.rests)
+        plan = known.controller.choose(found, max(limits), behind, request.rests)
         if not plan.stream:
             self._streamed -= set(seqs)
         return plan
 
-    def fused_steps(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
-        fused = self._fused
+    def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
+        fused, seqs = self._fused, request.seqs
         if fused is None:
             return None
         if self._trusting is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
         if len(seqs) > 1 and not self._sampler.by_argmax:
             return None
-        for seq, last_token in zip(seqs, last_tokens, strict=True):
+        for seq, last_token in zip(seqs, request.last_tokens, strict=True):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
         growths: dict[int, Growth] = {}
         for group in self._alike(seqs):
-            those, left = [seqs[i] for i in group], [limits[i] for i in group]
-            plan = self._choose(those, left, self.behind(those))
-            for i, (seq, limit) in enumerate(zip(those, left, strict=True)):
+            part = request.part(group)
+            plan = self._choose(part, self.behind(part.seqs))
+            for i, (seq, limit) in enumerate(part.pairs):
                 growths[seq] = self._growth(seq, limit, None if plan.stream else plan.text[i])
         done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
@@ -362,7 +370,7 @@ class StreamDrafter(Drafter):
     def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
         """The places of sequences that go by the same estimates, together."""
         every = list(range(len(seqs)))
-        return [every] if self.lossless else [[i] for i in every]
+        return [every] if self._lossless else [[i] for i in every]
 
     def _growth(self, seq: int, limit: int, copied: int | None) -> Growth:
         """How a sequence's step drafts: with the draft branch, or (copied) with this many tokens of
@@ -424,32 +432,28 @@ class StreamDrafter(Drafter):
                 self._seen_from = length - window
             self._refreshed = length + 1
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
+    def draft(self, request: DraftRequest) -> list[Draft]:
         """One pass of both streams per level, all sequences in it whose draft is the stream's."""
         made: dict[int, Draft] = {}
         streamed: list[int] = []
-        for group in self._alike(seqs):
-            those = [seqs[i] for i in group]
-            behind = sum(len(self._waiting[seq].ids) for seq in those)
-            plan = self._choose(those, [limits[i] for i in group], behind)
+        for group in self._alike(request.seqs):
+            part = request.part(group)
+            plan = self._choose(part, sum(len(self._waiting[seq].ids) for seq in part.seqs))
             if plan.stream:
                 streamed += group
             else:
-                for seq, count in zip(those, plan.text, strict=True):
+                for seq, count in zip(part.seqs, plan.text, strict=True):
                     made[seq] = self._from_text(seq, count)
         if streamed:
-            those = [seqs[i] for i in streamed]
-            growing = [self._growing(seqs[i], last_tokens[i], limits[i]) for i in streamed]
-            drafts = self._grower.grow(growing, sampler, self._candidates)
+            part = request.part(streamed)
+            growing = [
+                self._growing(seq, last_token, limit)
+                for (seq, limit), last_token in zip(part.pairs, part.last_tokens, strict=True)
+            ]
+            drafts = self._grower.grow(growing, request.sampler, self._candidates)
             self._trees |= {one.seq: one.tree for one in growing}
-            made.update(zip(those, drafts, strict=True))
-        return [made[seq] for seq in seqs]
+            made.update(zip(part.seqs, drafts, strict=True))
+        return [made[seq] for seq in request.seqs]
 
     def _growing(self, seq: int, last_token: int, limit: int) -> GrowingDraft:
         assert self._cache is not None
@@ -475,7 +479,7 @@ class StreamDrafter(Drafter):
         """Levels of a draft of at most `limit` tokens below one another, and the depth of any node
         of it.
         """
-        return min(self.config.depth, self.config.nodes, limit), min(self.max_nodes, limit)
+        return min(self.config.depth, self.config.nodes, limit), min(self._most, limit)
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""

@@ -7,7 +7,7 @@ from functools import partial
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.acceptance import choose_path
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.lookup import Lookup
 from multirate.runtime.decoder import Decoder
@@ -22,8 +22,6 @@ class TextDrafter(Drafter):
     is one kernel call.
     """
 
-    start = 0
-
     def __init__(
         self,
         decoder: Decoder,
@@ -31,8 +29,8 @@ class TextDrafter(Drafter):
         tokens: int,
         length: Callable[[int], int] | None = None,
     ) -> None:
-        self.max_nodes = tokens
-        self.longest = lookup.told
+        self.traits = Traits(max_nodes=tokens, longest=lookup.told)
+        self._most = tokens
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
         self._fused = decoder.text_steps(tokens, lookup)
@@ -47,18 +45,12 @@ class TextDrafter(Drafter):
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter. The draft is empty where not even the last token occurred before."""
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        """The draft is empty where not even the last token occurred before."""
         drafts = []
-        for b, limit in zip(seqs, limits, strict=True):
-            most = min(limit, self.max_nodes)
-            tokens, matched = self._texts[b].look_up(sampler.tokens[b], most)
+        for b, limit in request.pairs:
+            most = min(limit, self._most)
+            tokens, matched = self._texts[b].look_up(request.sampler.tokens[b], most)
             drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
         return drafts
 
@@ -72,29 +64,25 @@ class TextDrafter(Drafter):
                 found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
         return found
 
-    def fused_steps(
-        self, seqs: Sequence[int], last_tokens: Sequence[int], limits: Sequence[int]
-    ) -> list[FusedStep] | None:
-        fused, sampler = self._fused, self._sampler
+    def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
+        fused, seqs, sampler = self._fused, request.seqs, request.sampler
         if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
             return None
-        for seq, last_token in zip(seqs, last_tokens, strict=True):
+        for seq in seqs:
             if seq not in fused:
-                fused.enter(seq, [last_token], text=sampler.tokens[seq])
-        return fused.run(
-            seqs, [self._growth(fused, seq, limit) for seq, limit in zip(seqs, limits, strict=True)]
-        )
+                fused.enter(seq, sampler.tokens[seq][-1:], text=sampler.tokens[seq])
+        return fused.run(seqs, [self._growth(fused, seq, limit) for seq, limit in request.pairs])
 
     def _growth(self, fused: FusedSequences, seq: int, limit: int) -> Growth:
         """How far the text is followed, at most `limit` tokens."""
-        most = min(limit, self.max_nodes)
+        most = min(limit, self._most)
         if self._length is not None and most:
             most = min(most, self._wanted(fused.look_up(seq, most)[1]))
         return Growth(most)
 
     def _wanted(self, matched: int) -> int:
         if self._length is None:
-            return self.max_nodes
+            return self._most
         # no more tokens of other texts than were matched: longer drafts cost more than they brought
         there = self._lookup.in_given(matched)
         if there:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 
@@ -17,12 +17,9 @@ class WrappedDrafter(Drafter):
     """Behaves as `drafter`, which must have no taps and not adapt. Raises ValueError otherwise."""
 
     def __init__(self, drafter: Drafter) -> None:
-        if drafter.taps or drafter.adapts:
+        if drafter.traits.taps or drafter.traits.adapts:
             raise ValueError(f"{type(drafter).__name__} decides by itself what its steps are")
-        self.drafter, self.start = drafter, drafter.start
-        self.max_nodes, self.top, self.longest = drafter.max_nodes, drafter.top, drafter.longest
-        self.lossless = drafter.lossless
-        self.looks_up = drafter.looks_up
+        self.drafter, self.traits = drafter, drafter.traits
 
     def costs(self, decoder: Decoder) -> CostModel:
         return self.drafter.costs(decoder)
@@ -48,15 +45,8 @@ class WrappedDrafter(Drafter):
     ) -> None:
         self.drafter.prefill(seqs, prompts, hidden_final, taps)
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        self.drafter.worth = self.worth
-        return self.drafter.draft(seqs, last_tokens, limits, sampler)
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        return self.drafter.draft(request)
 
     def behind(self, seqs: Sequence[int]) -> int:
         return self.drafter.behind(seqs)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Verified
+from multirate.decoding.speculate.drafter import Draft, DraftRequest, Traits, Verified
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.heads_drafter import HeadsDrafter
 from multirate.methods.hydra.config import HydraDecodeConfig
@@ -48,7 +48,7 @@ class HydraDrafter(HeadsDrafter):
         self.heads, self.config = heads.to(self.row.dtype), config
         self.runner = make_runner(decoder, self.heads, config.weights)
         self.depth = min(config.depth or heads.config.heads, heads.config.heads)
-        self.max_nodes = config.nodes
+        self.traits = Traits(max_nodes=config.nodes)
         self._draft_threshold = np.full(config.nodes, config.draft_threshold, np.float64)
         self._verify_threshold = np.full(config.nodes, config.verify_threshold, np.float64)
         self._cache: KVCache | None = None
@@ -102,24 +102,24 @@ class HydraDrafter(HeadsDrafter):
         return self.runner.best(1, self.row, [0], np.zeros(1, np.int32), self._candidates)
 
     @torch.no_grad()
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
+    def draft(self, request: DraftRequest) -> list[Draft]:
         """One pass of head k over the nodes of depth k - 1 of all sequences."""
+        seqs, limits = request.seqs, request.limits
         if not max(limits):
             return [Draft([], []) for _ in seqs]
         trees = [DraftTree(min(self.depth, limit)) for limit in limits]
         nodes = [(i, 0) for i, limit in enumerate(limits) if limit]
         z = torch.cat([self._read(seqs[i]) for i, _ in nodes])
-        tokens = [last_tokens[i] for i, _ in nodes]
+        tokens = [request.last_tokens[i] for i, _ in nodes]
         for k in range(1, self.depth + 1):
             places = [(seqs[i], k - 1) for i, _ in nodes]
             z, (ids, probs) = self.runner.best(
-                k, z, tokens, self._positions(places), self._candidates, self.noise(sampler, places)
+                k,
+                z,
+                tokens,
+                self._positions(places),
+                self._candidates,
+                self.noise(request.sampler, places),
             )
             row_of = {node: row for row, node in enumerate(nodes)}
             nodes = self._grow(trees, nodes, ids, probs)

@@ -7,14 +7,12 @@ E is exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits
 from multirate.methods.layerskip.config import LayerSkipConfig
 from multirate.runtime.decoder import Decoder, argmax_rows
 from multirate.runtime.kv_cache import KVCache
@@ -28,8 +26,8 @@ class LayerSkipDrafter(Drafter):
 
     def __init__(self, decoder: Decoder, config: LayerSkipConfig) -> None:
         self._decoder, self.config = decoder, config
-        self.start = config.exit_of(decoder.info.num_layers)
-        self.max_nodes = config.tokens
+        self._start = config.exit_of(decoder.info.num_layers)
+        self.traits = Traits(start=self._start, max_nodes=config.tokens)
         self._cache: KVCache | None = None
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -39,21 +37,16 @@ class LayerSkipDrafter(Drafter):
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # it has no state but the target's cache
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter. Tokens are those that the model would take by these logits, with the noise
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        """Tokens are those that the model would take by these logits, with the noise
         that it will add to its own.
         """
-        depths = [min(limit, self.config.tokens) for limit in limits]
+        seqs, sampler = request.seqs, request.sampler
+        depths = [min(limit, self.config.tokens) for limit in request.limits]
         count = len(seqs)
         tokens: list[list[int]] = [[] for _ in seqs]
         hidden: list[list[Tensor]] = [[] for _ in seqs]
-        live, entering = list(range(count)), list(last_tokens)
+        live, entering = list(range(count)), request.last_tokens
         for depth in range(1, max(depths) + 2):
             x = self._shallow([seqs[i] for i in live], entering, depth - 1)  # [n, d] at the exit
             for row, i in enumerate(live):
@@ -91,7 +84,7 @@ class LayerSkipDrafter(Drafter):
             slot + 1,
             np.zeros(len(seqs), dtype=np.int64),
         )
-        return self._decoder.first_layers(tokens, rows, self.start, self._cache)
+        return self._decoder.first_layers(tokens, rows, self._start, self._cache)
 
     def _confidence(self, logits: Tensor) -> list[float]:
         """Top-1 probability of each row of logits [n, V]; not computed where nothing depends on

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.methods.lookahead.config import LookaheadConfig
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
@@ -26,10 +26,8 @@ class LookaheadDrafter(Drafter):
     happens to be the target's own text is accepted.
     """
 
-    top = 1
-
     def __init__(self, decoder: Decoder, config: LookaheadConfig) -> None:
-        self.config, self.max_nodes = config, config.nodes
+        self.config, self.traits = config, Traits(max_nodes=config.nodes, top=1)
         self._sequences: list[_Sequence] = []
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -42,16 +40,9 @@ class LookaheadDrafter(Drafter):
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         """Goes on with pool and window of the generation before."""
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter."""
+    def draft(self, request: DraftRequest) -> list[Draft]:
         drafts = []
-        for b, token, limit in zip(seqs, last_tokens, limits, strict=True):
+        for (b, limit), token in zip(request.pairs, request.last_tokens, strict=True):
             sequence = self._sequences[b]
             drafts.append(sequence.draft(token) if limit else sequence.rest())
         return drafts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Verified
+from multirate.decoding.speculate.drafter import Draft, DraftRequest, Traits, Verified
 from multirate.errors import UserError
 from multirate.methods._shared.heads_drafter import HeadsDrafter
 from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
@@ -36,7 +36,7 @@ class MedusaDrafter(HeadsDrafter):
                 f"medusa's widths are {list(self.widths)}, but this accelerator has heads for "
                 f"only {heads.config.heads} depths"
             )
-        self.max_nodes = nodes_of(self.widths)
+        self.traits = Traits(max_nodes=nodes_of(self.widths))
         self._last: dict[int, Tensor] = {}  # h_L [1, d] of each sequence's last verified row
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -55,18 +55,13 @@ class MedusaDrafter(HeadsDrafter):
         for b, hidden in zip(seqs, hidden_final, strict=True):
             self._last[b] = hidden[-1:]
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        if not max(limits):
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        seqs = request.seqs
+        if not max(request.limits):
             return [Draft([], []) for _ in seqs]
         hidden = torch.cat([self._last[b] for b in seqs])
         places = [(b, ahead) for ahead in range(len(self.widths)) for b in seqs]
-        noise = self.noise(sampler, places)
+        noise = self.noise(request.sampler, places)
         best, _ = self._best(hidden, noise)
         return [self._tree(best[i :: len(seqs)]) for i in range(len(seqs))]
 

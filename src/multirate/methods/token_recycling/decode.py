@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.methods.token_recycling.config import STATIC_TREE, TokenRecyclingConfig
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
@@ -26,12 +26,12 @@ class TokenRecyclingDrafter(Drafter):
 
     def __init__(self, decoder: Decoder, config: TokenRecyclingConfig) -> None:
         self.decoder = decoder
-        self.top = min(config.k, decoder.info.vocab_size)
-        self.tree = static_tree(STATIC_TREE, self.top)
+        top = min(config.k, decoder.info.vocab_size)
+        self.tree = static_tree(STATIC_TREE, top)
         self._grown_nodes = config.nodes  # of a draft, at most
-        self.max_nodes = max(len(self.tree), config.nodes)
+        self.traits = Traits(max_nodes=max(len(self.tree), config.nodes), top=top)
         self._successors: dict[int, list[int]] = {}
-        self.rates = RankRates(self.top)
+        self.rates = RankRates(top)
         self._sampler: Sampler | None = None
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
@@ -45,19 +45,14 @@ class TokenRecyclingDrafter(Drafter):
         """Goes on with the matrix of the generation before."""
         self._sampler = sampler
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter. Where a token was never seen, the tree has no nodes below it."""
-        if self.worth is not None:
-            worth = self.worth[: self._grown_nodes]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        """Where a token was never seen, the tree has no nodes below it."""
+        last_tokens = request.last_tokens
+        if request.worth is not None:
+            worth = request.worth[: self._grown_nodes]
             return [
                 self._grow(token, worth) if limit else Draft([], [])
-                for token, limit in zip(last_tokens, limits, strict=True)
+                for token, limit in zip(last_tokens, request.limits, strict=True)
             ]
         return [self._expand(token) for token in last_tokens]
 

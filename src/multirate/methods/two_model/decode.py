@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
 from multirate.methods.two_model.config import TwoModelConfig
 from multirate.runtime.decoder import Decoder, argmax_rows
 from multirate.runtime.kv_cache import KVCache
@@ -28,7 +28,7 @@ class TwoModelDrafter(Drafter):
 
     def __init__(self, decoder: Decoder, draft: Decoder, config: TwoModelConfig) -> None:
         self._draft = draft
-        self.max_nodes = config.tokens
+        self.traits = Traits(max_nodes=config.tokens)
         self._vocab = min(decoder.info.vocab_size, draft.info.vocab_size)
         self._whole = self._vocab == draft.info.vocab_size
         self._base_cache: KVCache | None = None
@@ -60,15 +60,10 @@ class TwoModelDrafter(Drafter):
             return 0
         return sum(len(self._unread(b)) - 1 for b in seqs)
 
-    def draft(
-        self,
-        seqs: Sequence[int],
-        last_tokens: Sequence[int],
-        limits: Sequence[int],
-        sampler: Sampler,
-    ) -> list[Draft]:
-        """See Drafter. Sequences that want shorter drafts drop out of the passes."""
-        depths = [self._depth(b, limit) for b, limit in zip(seqs, limits, strict=True)]
+    def draft(self, request: DraftRequest) -> list[Draft]:
+        """Sequences that want shorter drafts drop out of the passes."""
+        seqs = request.seqs
+        depths = [self._depth(b, limit) for b, limit in request.pairs]
         tokens: list[list[int]] = [[] for _ in seqs]
         live = [i for i, depth in enumerate(depths) if depth]
         if live:
@@ -76,7 +71,7 @@ class TwoModelDrafter(Drafter):
         while live:
             entering = [tokens[i][-1:] or self._unread(seqs[i]) for i in live]
             paths = [tokens[i] for i in live]
-            chosen = self._pass([seqs[i] for i in live], entering, paths, sampler)
+            chosen = self._pass([seqs[i] for i in live], entering, paths, request.sampler)
             for i, token in zip(live, chosen, strict=True):
                 tokens[i].append(token)
             live = [i for i in live if len(tokens[i]) < depths[i]]
@@ -96,7 +91,7 @@ class TwoModelDrafter(Drafter):
 
     def _depth(self, seq: int, limit: int) -> int:
         """How many tokens can be drafted for a sequence."""
-        depth, info = min(limit, self.max_nodes), self._draft.info
+        depth, info = min(limit, self.traits.max_nodes), self._draft.info
         if depth and max(self._unread(seq)) >= info.vocab_size:
             return 0  # a token that the draft model does not have
         if info.max_positions is not None:

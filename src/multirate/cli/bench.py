@@ -28,7 +28,7 @@ WRONG_ANSWERS = FAILED = 1
 DYNAMIC = "dynamic"
 """In --methods: dynamic modes at several settings (lab/bench/frontier.py)."""
 ALL = "all"
-"""In --methods: the baselines, every lossless method without training, and every accelerator."""
+"""In --methods: the references, every lossless method without training, and every accelerator."""
 
 
 def command(
@@ -76,7 +76,7 @@ def command(
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 256,
-    rivals: Annotated[
+    baselines: Annotated[
         str | None,
         typer.Option(
             help="Also measure, comma-separated: llamacpp (or llamacpp=FILE.gguf), bf16 (plain "
@@ -207,10 +207,10 @@ def command(
     from multirate.lab.evaluation.task_suite import is_task
 
     sampling = SamplingSettings(temperature, seed=None if temperature == 0 else seed)
-    if rivals and not sampling.greedy:
-        raise UserError("--rivals works only with greedy decoding: leave out --temperature")
-    if rivals and batch > 1:
-        raise UserError(f"--rivals answers one prompt at a time: leave out --batch {batch}")
+    if baselines and not sampling.greedy:
+        raise UserError("--baselines works only with greedy decoding: leave out --temperature")
+    if baselines and batch > 1:
+        raise UserError(f"--baselines answers one prompt at a time: leave out --batch {batch}")
     if leave_out_loops and batch > 1:
         raise UserError(f"--leave-out-loops needs one prompt at a time: leave out --batch {batch}")
     if suite not in READERS and not is_task(suite):
@@ -221,12 +221,12 @@ def command(
 
     from multirate import provenance
     from multirate.io import check_writable, write_json
+    from multirate.lab.bench.baselines import parse_baselines
     from multirate.lab.bench.report_page import check as check_report
     from multirate.lab.bench.report_page import write as write_report
-    from multirate.lab.bench.rivals import parse_rivals
     from multirate.lab.pages.page import check_installed
 
-    beside = parse_rivals(rivals or "")
+    beside = parse_baselines(baselines or "")
     if json is not None:
         check_writable(json, provenance.RESULTS, provenance.collected)
     if report is not None:
@@ -253,7 +253,7 @@ def command(
         for name, unused in (
             ("--leave-out-loops", leave_out_loops),
             ("--report (use --html FILE)", report is not None),
-            ("--rivals", bool(rivals)),
+            ("--baselines", bool(baselines)),
             ("--temperature", not sampling.greedy),
         ):
             if unused:
@@ -280,7 +280,7 @@ def command(
     from multirate.engine import attach
     from multirate.lab.bench import frontier
     from multirate.lab.bench.method_runs import GENERATE, GENERATE_STATIC
-    from multirate.lab.bench.runner import BASELINES
+    from multirate.lab.bench.runner import REFERENCES
     from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import (
         PLAIN,
@@ -297,7 +297,7 @@ def command(
     optional: list[str] = []
     if ALL in wanted:
         optional = untrained_drafters()
-        chosen = list(dict.fromkeys([*BASELINES, *optional, *own, *chosen]))
+        chosen = list(dict.fromkeys([*REFERENCES, *optional, *own, *chosen]))
         chosen.remove(ALL)
         wanted = chosen
     dials = DYNAMIC in wanted
@@ -308,7 +308,7 @@ def command(
         ]
         wanted = [name for name in wanted if name in chosen or name in own]
     options.add_accelerators(engine, accelerator or [], wanted, own)
-    names = wanted if methods else [*BASELINES, *engine.accelerators]
+    names = wanted if methods else [*REFERENCES, *engine.accelerators]
     if optional:
         drafting = [*optional, *engine.accelerators]
         joined = (joined_variant(name, engine.spec_of(name)) for name in drafting)
@@ -408,7 +408,7 @@ def run(
     engine: Engine,
     questions: list[Question],
     names: list[str],
-    rivals: dict[str, str | None] | None = None,
+    baselines: dict[str, str | None] | None = None,
     *,
     max_new_tokens: int,
     repeats: int,
@@ -434,12 +434,12 @@ def run(
 
     from multirate import provenance
     from multirate.lab.bench import bandwidth, report
+    from multirate.lab.bench.baselines import Contest
+    from multirate.lab.bench.baselines import prepare as prepare_baselines
     from multirate.lab.bench.divergence import Judge
     from multirate.lab.bench.method_runs import method_run
     from multirate.lab.bench.other_processes import NOTABLE, OtherProcesses
     from multirate.lab.bench.predicted import predictions, trained
-    from multirate.lab.bench.rivals import Contest
-    from multirate.lab.bench.rivals import prepare as prepare_rivals
     from multirate.lab.bench.runner import MethodRun, Unavailable, batches, measure, summarise
     from multirate.lab.bench.seen_prompts import seen_prompts, warnings_of
     from multirate.lab.calibration.measure import full_model_on
@@ -463,8 +463,8 @@ def run(
     device = engine.decoder.info.device
     with ExitStack() as stack:
         positions = max(len(prompt.tokens) for prompt in prompts.prompts) + max_new_tokens
-        theirs, missing = prepare_rivals(
-            rivals or {},
+        theirs, missing = prepare_baselines(
+            baselines or {},
             lambda argument: Contest(
                 engine,
                 settings["model"],

@@ -22,7 +22,7 @@ from multirate.lab.calibration.repetition import MOST_LOOPING, share_in_loops
 from multirate.methods.spec import PLAIN
 from multirate.runtime.time_split import TimeSplit
 
-BASELINES = ("generate", PLAIN)
+REFERENCES = ("generate", PLAIN)
 """transformers' own loop, and our plain decoding, whose answers the others are compared with."""
 
 
@@ -139,9 +139,10 @@ class Row:
     """One method's figures. Rates are tokens per second of wall time, prefill included.
 
     The repeat with the (lower) median rate gives `tokens`, `seconds` and `tokens_per_second`;
-    `spread` is (max − min) / median of the rates; `speedup` is against the faster baseline and None
-    when answers are missing, shortened or wrong. `tokens_per_step` counts emitted tokens per target
-    pass after the prefill, bonus token included; `acceptance` is accepted over drafted tokens.
+    `spread` is (max − min) / median of the rates; `speedup` is against the faster reference and
+    None when answers are missing, shortened or wrong. `tokens_per_step` counts emitted tokens per
+    target pass after the prefill, bonus token included; `acceptance` is accepted over drafted
+    tokens.
     `identical + near_ties + diverged` is the number of prompts of a lossless method. `kept`, of a
     lossy one, is its quality: the share of its answers' tokens that are what the full model says
     after the same text, the mean over the prompts; `perplexity`, of PLAIN and lossy ones, is that
@@ -350,7 +351,7 @@ def summarise(
             _judge(row, repeats[0], measurements.prompts, full_model)
         rows.append(row)
         on_row()
-    reference = baseline(rows)
+    reference = reference_row(rows)
     for row in rows:
         row.note = measurements.notes.get(row.method)
         if reference is not None and not row.diverged and row.tokens_per_second > 0:
@@ -394,14 +395,14 @@ def _judge(
         row.kept = sum(shares) / len(shares)
 
 
-def baseline(rows: Sequence[Row]) -> Row | None:
+def reference_row(rows: Sequence[Row]) -> Row | None:
     """The faster of our own plain decoding and transformers' `generate`: what speedups are quoted
     against.
     """
     plain = [
         row
         for row in rows
-        if row.method in BASELINES and not row.diverged and row.tokens_per_second > 0
+        if row.method in REFERENCES and not row.diverged and row.tokens_per_second > 0
     ]
     return max(plain, key=lambda row: row.tokens_per_second, default=None)
 

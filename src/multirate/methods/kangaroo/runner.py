@@ -1,7 +1,7 @@
 """One drafting step of Kangaroo: the target model's first layers, then the adapter.
 
 `KangarooRunner` runs it on any decoder with the adapter's torch module, `NativeKangarooRunner` in a
-kernel call, so that the rival is not slowed by another implementation.
+kernel call, so that Kangaroo is not slowed by another implementation.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multirate.cli import bench_experts, help, options
+from multirate.cli import bench_experts, options
 from multirate.cli.bench_prompts import prepared
 from multirate.cli.errors import INTERRUPTED
 from multirate.cli.progress import Bar
@@ -41,11 +41,7 @@ def command(
         ),
     ] = "mt_bench",
     data: Annotated[
-        Path,
-        typer.Option(
-            help="The suite's .jsonl or .jsonl.gz file, or the task's data folder.",
-            show_default=False,
-        ),
+        Path, typer.Option(help="The suite's .jsonl or .jsonl.gz file, or the task's data folder.")
     ] = ...,  # type: ignore[assignment]
     methods: Annotated[
         str | None,
@@ -53,8 +49,7 @@ def command(
             help="Comma-separated names, with settings after colons, as in m2r2-carry:lookup=0 "
             "(default: generate, autoregressive and every accelerator). 'all' adds every lossless "
             "method without training, and text lookup for every drafter. 'dynamic' measures "
-            "quality against speed.",
-            show_default=False,
+            "quality against speed."
         ),
     ] = None,
     accelerator: Annotated[
@@ -63,74 +58,45 @@ def command(
             "--accelerator",
             "-a",
             help="A trained accelerator: folder, hub id or NAME=FOLDER (repeatable).",
-            show_default=False,
         ),
     ] = None,
     limit: Annotated[
         int | None,
-        typer.Option(
-            help="Number of questions, spread evenly over the file (default: all).",
-            show_default=False,
-        ),
+        typer.Option(help="Number of questions, spread evenly over the file (default: all)."),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 256,
     baselines: Annotated[
         str | None,
-        typer.Option(
+        options.measured(
             help="Also measure, comma-separated: llamacpp (or llamacpp=FILE.gguf), bf16 (plain "
             "decoding of a quantised model's weights expanded to bf16), assisted (transformers "
             "with prompt lookup and early exit) or assistant=MODEL (transformers with a draft "
-            "model).",
-            show_default=False,
-            rich_help_panel=help.MEASURED,
+            "model)."
         ),
     ] = None,
     task: Annotated[
-        str | None,
-        typer.Option(
-            help="Use only this category of the suite.",
-            show_default=False,
-            rich_help_panel=help.MEASURED,
-        ),
+        str | None, options.measured(help="Use only this category of the suite.")
     ] = None,
     temperature: Annotated[
         float,
-        typer.Option(
-            help="0 is greedy; above 0 samples, with the same seed for every method.",
-            rich_help_panel=help.MEASURED,
-        ),
+        options.measured(help="0 is greedy; above 0 samples, with the same seed for every method."),
     ] = 0.0,
-    seed: Annotated[
-        int,
-        typer.Option(min=0, help="Random seed, with --temperature.", rich_help_panel=help.MEASURED),
-    ] = 0,
+    seed: Annotated[int, options.measured(min=0, help="Random seed, with --temperature.")] = 0,
     repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 3,
-    warmup: Annotated[
-        int,
-        typer.Option(
-            help="Prompts answered before measuring starts.", rich_help_panel=help.MEASURED
-        ),
-    ] = 1,
-    batch: Annotated[
-        int, typer.Option(help="Prompts answered at once.", rich_help_panel=help.MEASURED)
-    ] = 1,
+    warmup: Annotated[int, options.measured(help="Prompts answered before measuring starts.")] = 1,
+    batch: Annotated[int, options.measured(help="Prompts answered at once.")] = 1,
     truncate: Annotated[
         bool,
-        typer.Option(
-            "--truncate",
-            help="Cut long prompts from the left (default: skip them).",
-            rich_help_panel=help.MEASURED,
-        ),
+        options.measured("--truncate", help="Cut long prompts from the left (default: skip them)."),
     ] = False,
     leave_out_loops: Annotated[
         bool,
-        typer.Option(
+        options.measured(
             "--leave-out-loops",
             help="Leave out prompts whose answers repeat in loops, because loops make every "
             "method look fast.",
-            rich_help_panel=help.MEASURED,
         ),
     ] = False,
     tuned: options.Tuned = True,
@@ -139,52 +105,34 @@ def command(
     device: options.Device = "auto",
     backend: options.Backend = "auto",
     threads: options.Threads = None,
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the results to this file.", show_default=False),
-    ] = None,
+    json: options.Json = None,
     points: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="With --methods dynamic: thresholds measured per method (default: 6).",
-            show_default=False,
-            rich_help_panel=help.MEASURED,
+        options.measured(
+            min=1, help="With --methods dynamic: thresholds measured per method (default: 6)."
         ),
     ] = None,
     report: Annotated[
         Path | None,
-        typer.Option(
-            help="Write results.json and a page, report.html, to this folder.",
-            show_default=False,
-        ),
+        typer.Option(help="Write results.json and a page, report.html, to this folder."),
     ] = None,
     experts: options.Experts = None,
     expert_memory: Annotated[
         str | None,
-        typer.Option(
-            help="With --methods experts: memory budgets, such as 8MB,25% (default: 25%).",
-            show_default=False,
-            rich_help_panel=help.EXPERTS,
+        options.of_experts(
+            help="With --methods experts: memory budgets, such as 8MB,25% (default: 25%)."
         ),
     ] = None,
     disk_speed: Annotated[
         str | None,
-        typer.Option(
-            help="With --methods experts: limit reads to this speed, such as 500MB/s.",
-            show_default=False,
-            rich_help_panel=help.EXPERTS,
+        options.of_experts(
+            help="With --methods experts: limit reads to this speed, such as 500MB/s."
         ),
     ] = None,
     expert_predictor: options.ExpertPredictor = None,
     page: Annotated[
         Path | None,
-        typer.Option(
-            "--html",
-            help="With --methods experts: write a page with timelines.",
-            show_default=False,
-            rich_help_panel=help.EXPERTS,
-        ),
+        options.of_experts("--html", help="With --methods experts: write a page with timelines."),
     ] = None,
 ) -> None:
     """Compare methods by speed, and check that their answers are the same.

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError
 
 
@@ -17,61 +17,38 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated: wikisql, e2e_nlg, dialogsum, a task of lm-eval, or a task's "
-            "YAML file.",
-            show_default=False,
+            "YAML file."
         ),
     ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     mode: Annotated[
         str | None,
         typer.Option(
             help="full (plain decoding), speculative (drafts; the same scores) or dynamic (some "
-            "tokens skip layers). Default: full, or speculative with --accelerator.",
-            show_default=False,
+            "tokens skip layers). Default: full, or speculative with --accelerator."
         ),
     ] = None,
     quality: options.Quality = None,
     threshold: Annotated[
         float | None,
-        typer.Option(
+        options.dynamic(
             help="With --mode dynamic, instead of --quality: the lowest exit score at which a "
-            "token skips layers.",
-            show_default=False,
-            rich_help_panel=help.DYNAMIC,
+            "token skips layers."
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="Folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(help="Number of documents per task (default: all).", show_default=False),
+        int | None, typer.Option(help="Number of documents per task (default: all).")
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(
-            help="Number of examples in each prompt (default: the task's own).",
-            show_default=False,
-        ),
+        typer.Option(help="Number of examples in each prompt (default: the task's own)."),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the chat template.")] = False,
     speculate: options.Speculate = "auto",
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the results to this file.", show_default=False),
-    ] = None,
+    json: options.Json = None,
     dtype: options.Dtype = "auto",
     weights: options.Weights = "file",
     device: options.Device = "auto",

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError, say_once
 from multirate.io import decoded, read_text
 
@@ -22,30 +22,16 @@ ENDINGS = {
 
 def command(
     model: options.Model = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Your prompt.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Your prompt.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read the prompt from a UTF-8 file (default: stdin).", show_default=False
-        ),
+        Path | None, typer.Option(help="Read the prompt from a UTF-8 file (default: stdin).")
     ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     method: Annotated[
         str | None,
         typer.Option(
             help="Decoding method (default: the accelerator's). Add settings after colons, as in "
-            "m2r2-carry:lookup=0.",
-            show_default=False,
+            "m2r2-carry:lookup=0."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -55,74 +41,40 @@ def command(
             "-n",
             help="Maximum number of tokens to generate (default: from the model's "
             "generation_config, else 256).",
-            show_default=False,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             help="0 is greedy; above 0 samples (default: from the model's generation_config, else "
-            "greedy).",
-            show_default=False,
+            "greedy)."
         ),
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Sample from the k most probable tokens; 0: all.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        int | None, options.sampling(help="Sample from the k most probable tokens; 0: all.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Sample from the smallest set with this total probability; 1: all.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Sample from the smallest set with this total probability; 1: all."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(
-            help="Drop tokens below this fraction of the top token's probability.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Drop tokens below this fraction of the top token's probability."),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            help="Above 1: makes tokens that already occurred less likely.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Above 1: makes tokens that already occurred less likely."),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Random seed. The same seed gives the same text.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        int | None, options.sampling(help="Random seed. The same seed gives the same text.")
     ] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Stop at this text (repeatable).", show_default=False, rich_help_panel=help.TEXT
-        ),
+        list[str] | None, options.written(help="Stop at this text (repeatable).")
     ] = None,
-    stream: Annotated[
-        bool,
-        typer.Option(help="Print the text as it is generated.", rich_help_panel=help.TEXT),
-    ] = True,
+    stream: Annotated[bool, options.written(help="Print the text as it is generated.")] = True,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw",
-            help="Continue the prompt as it is, without the chat template.",
-            rich_help_panel=help.TEXT,
-        ),
+        options.written("--raw", help="Continue the prompt as it is, without the chat template."),
     ] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print speed and draft acceptance to stderr.")

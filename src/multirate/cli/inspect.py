@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError
 
 PROMPT = "Why is the sky blue?"
@@ -17,43 +17,32 @@ PROMPT = "Why is the sky blue?"
 
 def command(
     model: options.Model = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="HTML file to write.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file to write.")] = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
             "--accelerator",
             "-a",
             help="Also draw an accelerator's drafts and residual: its folder, hub id or name.",
-            show_default=False,
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help=f"Your prompt (default: {PROMPT})", show_default=False),
+        str | None, typer.Option("--prompt", "-p", help=f"Your prompt (default: {PROMPT})")
     ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            "--data",
-            help="Use the prompts of this JSON or JSONL file instead (repeatable).",
-            show_default=False,
+            "--data", help="Use the prompts of this JSON or JSONL file instead (repeatable)."
         ),
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, help="Number of prompts of --data, spread evenly.")
     ] = 4,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
-    ] = 256,
+    max_new_tokens: options.MaxNewTokens = 256,
     quality: Annotated[
         float | None,
-        typer.Option(
-            help="Draw dynamic mode, at a quality target that multirate calibrate stored.",
-            show_default=False,
-            rich_help_panel=help.DYNAMIC,
+        options.dynamic(
+            help="Draw dynamic mode, at a quality target that multirate calibrate stored."
         ),
     ] = None,
     raw: Annotated[

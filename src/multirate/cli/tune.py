@@ -14,34 +14,21 @@ from multirate.errors import UserError
 
 def command(
     model: options.Model = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method to tune, trained or not (default: the accelerator's, else m2r2-carry).",
-            show_default=False,
+            help="Method to tune, trained or not (default: the accelerator's, else m2r2-carry)."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON or JSONL file of prompts, not a benchmark's (default: built-in prompts).",
-            show_default=False,
+            help="JSON or JSONL file of prompts, not a benchmark's (default: built-in prompts)."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes to measure.")] = 5.0,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
-    ] = 96,
+    max_new_tokens: options.MaxNewTokens = 96,
     dtype: options.Dtype = "auto",
     weights: options.Weights = "file",
     device: options.Device = "auto",

@@ -5,6 +5,7 @@ with one or more memory budgets.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,8 @@ import typer
 
 from multirate.cli import options
 from multirate.cli.bench_prompts import prepared
+from multirate.cli.bench_run import Measuring
+from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
@@ -33,6 +36,26 @@ class ExpertOptions:
     page: Path | None
     predictor: Path | None
 
+    def check_unused(self) -> None:
+        """UserError for what only `--methods experts` uses."""
+        for name, given in (
+            ("--expert-memory", self.memory),
+            ("--disk-speed", self.disk_speed),
+            ("--expert-predictor", self.predictor),
+            ("--html", self.page),
+        ):
+            if given is not None:
+                raise UserError(f"{name} {given} needs --methods {EXPERTS}")
+
+
+def check(unusable: Mapping[str, bool]) -> None:
+    """UserError for an option that was given and does not work with experts. unusable: by option,
+    whether it was given.
+    """
+    for name, given in unusable.items():
+        if given:
+            raise UserError(f"{name} does not work with experts loaded from disk: leave it out")
+
 
 def command(
     model: str | None,
@@ -41,14 +64,11 @@ def command(
     data: Path,
     names: list[str],
     given: ExpertOptions,
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    truncate: bool,
+    how: Measuring,
     json: Path | None,
-) -> tuple[bool, bool]:
-    """Measures, prints a table per budget, and writes JSON and page → (whether all tokens were the
-    same, interrupted).
+) -> None:
+    """Measures, prints a table per budget, and writes JSON and page. Ends the command if tokens
+    differ, and if it was interrupted.
 
     names: policies, or only "experts" for all policies.
     """
@@ -58,7 +78,7 @@ def command(
     from multirate.experts.runtime import ExpertSettings, slots_for
     from multirate.lab.bench import expert_report
     from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
-    from multirate.lab.pages.page import PAGE, is_page
+    from multirate.lab.pages.page import PAGE, check_installed, is_page
 
     if model is None or given.store is None:
         raise UserError(
@@ -79,6 +99,7 @@ def command(
     if json is not None:
         check_writable(json, provenance.RESULTS, provenance.collected)
     if given.page is not None:
+        check_installed()
         check_writable(given.page, PAGE, is_page)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
@@ -93,8 +114,8 @@ def command(
     budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
     for budget in budgets:
         slots_for(engine.experts.store, budget)
-    prompts = prepared(engine, questions, max_new_tokens, truncate)
-    total = len(budgets) * repeats * len(prompts.prompts) * len(policies)
+    prompts = prepared(engine, questions, how.max_new_tokens, how.truncate)
+    total = len(budgets) * how.repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
         run = measure_policies(
             engine,
@@ -102,8 +123,8 @@ def command(
             policies,
             budgets,
             lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
+            max_new_tokens=how.max_new_tokens,
+            repeats=how.repeats,
             on_answer=bar.advance,
         )
     reads = engine.experts.runtime.note or "O_DIRECT"
@@ -114,8 +135,8 @@ def command(
         "data": str(data),
         "dtype": index.record.weights,
         "prompts": len(prompts.prompts),
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
+        "max_new_tokens": how.max_new_tokens,
+        "repeats": how.repeats,
         "skipped": prompts.skipped,
         "reads": reads,
         "disk_bytes_per_second": speed,
@@ -141,7 +162,11 @@ def command(
         write_atomically(given.page, expert_report.page(run, content))
         typer.echo(f"page: {given.page}")
     engine.experts.remove()
-    return all(row.identical for row in run.rows), run.interrupted
+    if not all(row.identical for row in run.rows):
+        raise typer.Exit(WRONG_ANSWERS)
+    if run.interrupted:
+        options.note("interrupted: the tables above are of finished budgets")
+        raise typer.Exit(INTERRUPTED)
 
 
 def _budget(text: str, everything: int) -> int | None:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench import WRONG_ANSWERS, run
-from multirate.cli.errors import INTERRUPTED
+from multirate.cli.bench_run import Measuring, run
+from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
@@ -246,13 +246,7 @@ def command(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
         [*REFERENCES, lookup, *joined],
-        baselines={},
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        warmup=1,
-        truncate=False,
-        title="",
-        settings={},
+        Measuring(max_new_tokens, repeats),
         show=show,
     )
     if measured.interrupted:

@@ -32,7 +32,10 @@ class Shade:
 
 
 def check(folder: Path) -> None:
-    """UserError if the folder cannot be written or has other files of these names."""
+    """UserError if the folder cannot be written or has other files of these names, or if a package
+    that draws the page is not installed.
+    """
+    page.check_installed()
     check_folder(folder)
     if folder.is_dir():
         check_writable(folder / JSON, provenance.RESULTS, provenance.collected)
@@ -50,7 +53,6 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
 
 def render(content: Mapping[str, Any]) -> str:
     """The page of a run's JSON. UserError if a package that draws it is not installed."""
-    page.check_installed()
     rows, kinds = content["rows"], _kinds(content)
     return page.render(
         "multirate.lab.bench",
@@ -60,7 +62,7 @@ def render(content: Mapping[str, Any]) -> str:
         lead=_lead(content),
         heads=HEADS,
         rows=[_cells(content, row) for row in rows],
-        figures=figures(content),
+        drawn=figures(content),
         kinds=kinds,
         by_kind=[
             (row["method"], [_shade(row, kind, rate) for kind, rate in kinds.items()])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.lab.depth_baselines._shared.exits import register_exits
 from multirate.lab.depth_baselines.calm.config import (
     CalmClassifierConfig,
     CalmClassifierDecodeConfig,
@@ -13,7 +14,7 @@ from multirate.lab.depth_baselines.calm.config import (
 from multirate.lab.depth_baselines.calm.exits import trained_exits, untrained_exits
 from multirate.lab.depth_baselines.calm.modules import ExitClassifiers
 from multirate.lab.depth_baselines.calm.train import CalmObjective
-from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, Training
 
 REDUCED_HEAD = 16384
 """Tokens of the head that a comparison without training reads exits with: the whole one of a
@@ -29,53 +30,39 @@ def _dial(path: tuple[float, ...], *others: DynamicMode, **fixed: Any) -> Dynami
     def settings(_: Any, threshold: float | None) -> dict[str, Any]:
         return {**fixed, "decay": 0.0, "threshold": threshold}
 
-    return DynamicMode(
-        gates=lambda module: () if module is None else module.config.exits,
-        settings=settings,
-        path=path,
-        others=others,
-    )
+    def gates(module: Any) -> tuple[int, ...]:
+        return () if module is None else module.exits
+
+    return DynamicMode(gates, settings, path, others)
 
 
 _MARGINS = (0.9999, 0.9995, 0.999, 0.998, 0.995, 0.99, 0.98, 0.95, 0.9, 0.8, 0.6)
 _COSINES = (0.99, 0.98, 0.97, 0.96, 0.955, 0.95, 0.945, 0.94, 0.93, 0.92, 0.9)
 
-UNTRAINED = register(
-    MethodSpec(
-        name="calm",
-        title="CALM (arXiv 2207.07061, no training)",
-        summary=(
-            "skips a token's remaining layers once its confidence passes a decaying "
-            "threshold (lossy)"
-        ),
-        settings=CalmConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            untrained_exits(decoder, settings), "propagate"
-        ),
-        dynamic=_dial(
-            _MARGINS,
-            _dial(_COSINES, confidence="state"),
-            confidence="softmax",
-            draft_vocab=REDUCED_HEAD,
-        ),
-        role="depth",
-        lossless=False,
-    )
+UNTRAINED = register_exits(
+    name="calm",
+    title="CALM (arXiv 2207.07061, no training)",
+    summary="skips a token's remaining layers once its confidence passes a decaying threshold "
+    "(lossy)",
+    settings=CalmConfig,
+    step=lambda decoder, module, settings: DynamicDepthStep(
+        untrained_exits(decoder, settings), "propagate"
+    ),
+    dynamic=_dial(
+        _MARGINS,
+        _dial(_COSINES, confidence="state"),
+        confidence="softmax",
+        draft_vocab=REDUCED_HEAD,
+    ),
 )
-TRAINED = register(
-    MethodSpec(
-        name="calm-classifier",
-        title="CALM with trained exit classifiers (arXiv 2207.07061; reconstructed)",
-        summary=(
-            "skips a token's remaining layers once a trained classifier accepts the exit (lossy)"
-        ),
-        settings=CalmClassifierDecodeConfig,
-        step=lambda decoder, module, settings: DynamicDepthStep(
-            trained_exits(decoder, module, settings), "propagate"
-        ),
-        dynamic=_dial(PROBABILITIES),
-        training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
-        role="depth",
-        lossless=False,
-    )
+TRAINED = register_exits(
+    name="calm-classifier",
+    title="CALM with trained exit classifiers (arXiv 2207.07061; reconstructed)",
+    summary="skips a token's remaining layers once a trained classifier accepts the exit (lossy)",
+    settings=CalmClassifierDecodeConfig,
+    step=lambda decoder, module, settings: DynamicDepthStep(
+        trained_exits(decoder, module, settings), "propagate"
+    ),
+    dynamic=_dial(PROBABILITIES),
+    training=Training(CalmClassifierConfig, ExitClassifiers, CalmObjective),
 )

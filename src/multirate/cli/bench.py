@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -208,7 +209,7 @@ def command(
         bests = frontier.frontier(rows)
         metrics = [] if tasks is None else [tasks.metric]
         options.console().print(frontier.table(bests, *metrics))
-        content["frontier"] = [best.as_dict() for best in bests]
+        content["frontier"] = [asdict(best) for best in bests]
     if json is not None:
         write_json(json, content)
     if report is not None:
@@ -275,7 +276,7 @@ def _names(
     """
     from multirate.lab.bench import frontier
     from multirate.lab.bench.method_runs import GENERATE, GENERATE_STATIC
-    from multirate.lab.bench.runner import REFERENCES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import PLAIN, dynamic_methods, joined_variant, untrained_drafters
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -146,7 +146,7 @@ def command(
         "num_experts": index.num_experts,
         "top_k": index.top_k,
         "interrupted": run.interrupted,
-        "rows": [row.as_dict() for row in run.rows],
+        "rows": [asdict(row) for row in run.rows],
     }
     console = options.console()
     for budget, rows in run.budgets:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import Engine
     from multirate.lab.bench.prompts import Prompt
-    from multirate.lab.bench.runner import Measurements, MethodRun, Row, Scoring
+    from multirate.lab.bench.rows import Row, Scoring
+    from multirate.lab.bench.runner import Measurements, MethodRun
     from multirate.lab.bench.suites import Question
     from multirate.lab.evaluation.task_suite import TaskSuite
 
@@ -60,7 +61,7 @@ def run(
     from multirate.lab.bench import bandwidth, report
     from multirate.lab.bench.divergence import Judge
     from multirate.lab.bench.predicted import predictions, trained
-    from multirate.lab.bench.runner import summarise
+    from multirate.lab.bench.rows import summarise
     from multirate.lab.bench.seen_prompts import seen_prompts, warnings_of
     from multirate.lab.calibration.measure import full_model_on
 
@@ -224,7 +225,7 @@ def _measured(
 
 def _scoring(tasks: TaskSuite, tokenizer: Any) -> Scoring:
     """Scores answers that are given as tokens."""
-    from multirate.lab.bench.runner import Scoring
+    from multirate.lab.bench.rows import Scoring
 
     def scores(answers: dict[str, list[int]]) -> dict[str, float]:
         decode = tokenizer.decode

@@ -20,7 +20,7 @@ from multirate.errors import UserError
 if TYPE_CHECKING:
     from multirate.decoding.results import DecodeStats
     from multirate.engine import Engine
-    from multirate.lab.bench.runner import Row
+    from multirate.lab.bench.rows import Row
 
 QUESTIONS = (
     "How do noise-cancelling headphones work?",
@@ -37,7 +37,7 @@ WARM_UP = 8
 
 def is_trained(method: str) -> bool:
     """Whether a row is a trained drafter's, and not a baseline's or text lookup's."""
-    from multirate.lab.bench.runner import REFERENCES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import find, parse_variant
 
     return method not in REFERENCES and find(parse_variant(method)[0]).training is not None
@@ -45,7 +45,7 @@ def is_trained(method: str) -> bool:
 
 def label(method: str) -> str:
     """A method's name in the table."""
-    from multirate.lab.bench.runner import REFERENCES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import PLAIN, find, parse_variant
 
     if method in REFERENCES:
@@ -132,7 +132,7 @@ def _same_text(row: Row) -> str:
 
 def explanation(rows: Sequence[Row]) -> list[str]:
     """What the table shows, in sentences."""
-    from multirate.lab.bench.runner import REFERENCES, reference_row
+    from multirate.lab.bench.rows import REFERENCES, reference_row
 
     against = reference_row(rows)
     found = []
@@ -209,7 +209,7 @@ def command(
     options.set_threads(threads)
 
     from multirate.engine import PLAIN, attach
-    from multirate.lab.bench.runner import REFERENCES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.lab.bench.suites import Question
     from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import find, joined_variant, recommended

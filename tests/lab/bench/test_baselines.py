@@ -19,7 +19,8 @@ from multirate.lab.bench.baselines import Contest, all_baselines, llamacpp, pars
 from multirate.lab.bench.divergence import Judge
 from multirate.lab.bench.method_runs import method_run
 from multirate.lab.bench.prompts import Prompt
-from multirate.lab.bench.runner import MethodRun, Unavailable, measure, summarise
+from multirate.lab.bench.rows import summarise
+from multirate.lab.bench.runner import MethodRun, Unavailable, measure
 from multirate.runtime.native import NativeDecoder, library
 from multirate.runtime.quantised import quantised_copy
 

@@ -11,17 +11,8 @@ from multirate.errors import UserError
 from multirate.lab.bench import report
 from multirate.lab.bench.divergence import Judge, first_difference
 from multirate.lab.bench.prompts import Prompt
-from multirate.lab.bench.runner import (
-    Answer,
-    Measurements,
-    MethodRun,
-    Sample,
-    Scoring,
-    batches,
-    measure,
-    reference_row,
-    summarise,
-)
+from multirate.lab.bench.rows import Scoring, reference_row, summarise
+from multirate.lab.bench.runner import Answer, Measurements, MethodRun, Sample, batches, measure
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(4)]
 

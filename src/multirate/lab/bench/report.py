@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from multirate.lab.bench.runner import Row, reference_row
+from multirate.lab.bench.rows import Row, reference_row
 from multirate.methods.spec import PLAIN
 
 
@@ -118,5 +119,5 @@ def document(provenance: dict[str, Any], rows: Sequence[Row], **settings: Any) -
         **provenance,
         **settings,
         "baseline": None if against is None else against.method,
-        "rows": [row.as_dict() for row in rows],
+        "rows": [asdict(row) for row in rows],
     }

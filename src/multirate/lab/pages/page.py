@@ -45,7 +45,7 @@ def text_of(package: str, name: str) -> str:
 def render(package: str, template: str, style: str | None = None, **values: Any) -> str:
     """Renders a package's template. It extends page.html.jinja, which needs `title`, `lead`
     (figures and their labels) and `facts` (by name), and can import parts.html.jinja. style: the
-    package's own CSS, after that of all pages. UserError if a package that draws it is not installed.
+    package's own CSS, after that of all pages. UserError if a package that draws it is missing.
     """
     check_installed()
     import jinja2

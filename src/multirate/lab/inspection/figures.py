@@ -11,8 +11,9 @@ from multirate.lab.inspection.colourings import FEW, Category, Colouring
 from multirate.lab.inspection.inspect import Inspection
 from multirate.lab.inspection.residuals import Quartiles
 from multirate.lab.inspection.text_pass import TextValues
-from multirate.lab.pages.figures import INKS, Figure, legend, svg
+from multirate.lab.pages.figures import INKS, Figure, legend_above, svg
 
+DASHED = (0, (4, 1.5))
 COPIED = "#cc79a7"
 """Colour of tokens that needed no layer. The others use viridis by depth; early ones are bright."""
 
@@ -86,12 +87,8 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
             linewidth=0.6,
         )
         if len(counts) <= FEW:
-            axes.bar_label(
-                bars,
-                [f"{count} ({count / total:.0%})" for count in counts],
-                color=INKS["ink"],
-                padding=2,
-            )
+            labels = [f"{count} ({count / total:.0%})" for count in counts]
+            axes.bar_label(bars, labels, padding=2)
             axes.set_xticks(places, [one.tick for one in colouring.categories])
             axes.set_xlim(-0.6, max(len(counts), 2) - 0.4)
         else:
@@ -172,7 +169,7 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         _layer_axis(axes, layers)
         axes.set_ylabel("cosine with the final residual")
         if values.intervals:
-            legend(axes)
+            legend_above(axes)
 
     fast = (
         " Orange: the accelerated residual, which starts again at every gate. Diamonds: what the "
@@ -203,14 +200,13 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         rows.append(["read at the gate", str(one.gate), f"{one.read_agrees.mean():.1%}"])
 
     def draw(axes: Any) -> None:
-        axes.plot(layers, 100 * share, color=INKS["slow"], linewidth=2, label="plain residual")
+        axes.plot(layers, 100 * share, color=INKS["slow"], label="plain residual")
         for number, one in enumerate(values.intervals):
             axes.plot(
                 range(one.start, one.gate + 1),
                 100 * one.agrees.mean(axis=1),
                 color=INKS["fast"],
-                linewidth=2,
-                linestyle=(0, (4, 1.5)),
+                linestyle=DASHED,
                 label=None if number else "accelerated residual",
             )
             here = [100 * float(one.agrees[-1].mean()), 100 * float(one.read_agrees.mean())]
@@ -218,7 +214,7 @@ def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figur
         _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
         axes.set_ylim(-3, 103)
         axes.set_ylabel("tokens that agree (%)")
-        legend(axes)
+        legend_above(axes)
 
     return Figure(
         "Agreement of the early exit",
@@ -252,19 +248,11 @@ def _band(
     """Median and quartiles. The accelerated residual's line is dashed: colour is not all that tells
     it.
     """
-    style: Any = "-" if ink == "slow" else (0, (4, 1.5))
-    few = len(layers) <= 8
+    drawn: Any = {"color": INKS[ink], "linestyle": "-" if ink == "slow" else DASHED}
+    if len(layers) <= 8:
+        drawn |= {"marker": "o", "markersize": 4}
     axes.fill_between(layers, spread.lower, spread.upper, color=INKS[ink], alpha=0.22, linewidth=0)
-    axes.plot(
-        layers,
-        spread.median,
-        color=INKS[ink],
-        linewidth=2,
-        linestyle=style,
-        marker="o" if few else None,
-        markersize=4,
-        label=label,
-    )
+    axes.plot(layers, spread.median, label=label, **drawn)
 
 
 def _gate(axes: Any, gate: int, values: Sequence[float], label: str | None) -> None:

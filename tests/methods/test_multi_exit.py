@@ -19,7 +19,7 @@ from multirate.lab.depth_baselines.deed.config import DeedConfig
 from multirate.lab.depth_baselines.deed.modules import AdaptedExits
 from multirate.lab.depth_baselines.deed.spec import DeedObjective
 from multirate.lab.depth_baselines.free.spec import FreeConfig, FreeDecodeConfig, FreeObjective
-from multirate.lab.depth_baselines.lite.config import (
+from multirate.lab.depth_baselines.lite.spec import (
     PAPER_THRESHOLDS,
     LiteConfig,
     default_thresholds,

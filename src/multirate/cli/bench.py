@@ -136,10 +136,9 @@ def command(
     """
     _check_numbers(repeats, warmup, max_new_tokens, batch)
 
-    from multirate import provenance
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach
-    from multirate.io import check_writable, write_json
+    from multirate.io import write_json
     from multirate.lab.bench import frontier
     from multirate.lab.bench.baselines import parse_baselines
     from multirate.lab.bench.report_page import check as check_report
@@ -154,8 +153,7 @@ def command(
         raise UserError(f"--leave-out-loops needs one prompt at a time: leave out --batch {batch}")
     questions, tasks = _questions(suite, data, limit, task)
     beside = parse_baselines(baselines or "")
-    if json is not None:
-        check_writable(json, provenance.RESULTS, provenance.collected)
+    options.check_json(json)
     if report is not None:
         check_report(report)
     options.set_threads(threads)

@@ -21,6 +21,7 @@ from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
+    from multirate.experts.store import ExpertStore
     from multirate.lab.bench.suites import Question
 
 EXPERTS = "experts"
@@ -75,7 +76,7 @@ def command(
     from multirate import provenance
     from multirate.engine import attach
     from multirate.experts.named_policies import parse_bytes
-    from multirate.experts.runtime import ExpertSettings, slots_for
+    from multirate.experts.runtime import ExpertSettings
     from multirate.lab.bench import expert_report
     from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
     from multirate.lab.pages.page import PAGE, check_installed, is_page
@@ -91,13 +92,9 @@ def command(
         raise UserError(
             f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}"
         )
-    speed = (
-        parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
-        if given.disk_speed
-        else None
-    )
-    if json is not None:
-        check_writable(json, provenance.RESULTS, provenance.collected)
+    speed = None
+    if given.disk_speed:
+        speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
     if given.page is not None:
         check_installed()
         check_writable(given.page, PAGE, is_page)
@@ -107,13 +104,7 @@ def command(
         policies = [
             one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated
         ]
-    index = engine.experts.store.index
-    everything = index.data_bytes
-    texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
-    budgets = [size for text in texts if (size := _budget(text, everything)) is not None]
-    budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
-    for budget in budgets:
-        slots_for(engine.experts.store, budget)
+    budgets = _budgets(engine.experts.store, given.memory)
     prompts = prepared(engine, questions, how.max_new_tokens, how.truncate)
     total = len(budgets) * how.repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
@@ -127,7 +118,7 @@ def command(
             repeats=how.repeats,
             on_answer=bar.advance,
         )
-    reads = engine.experts.runtime.note or "O_DIRECT"
+    index = engine.experts.store.index
     content = {
         **provenance.collect("cpu", backend=engine.backend),
         "model": Path(model).name,
@@ -138,9 +129,9 @@ def command(
         "max_new_tokens": how.max_new_tokens,
         "repeats": how.repeats,
         "skipped": prompts.skipped,
-        "reads": reads,
+        "reads": engine.experts.runtime.note or "O_DIRECT",
         "disk_bytes_per_second": speed,
-        "experts_bytes": everything,
+        "experts_bytes": index.data_bytes,
         "record_bytes": index.record.bytes,
         "layers": len(index.layers),
         "num_experts": index.num_experts,
@@ -150,11 +141,8 @@ def command(
     }
     console = options.console()
     for budget, rows in run.budgets:
-        title = (
-            f"{expert_report.size(budget)} of memory for experts "
-            f"({100 * budget / everything:.0f}% of all), "
-            "batch 1, greedy"
-        )
+        share = f"{100 * budget / index.data_bytes:.0f}% of all"
+        title = f"{expert_report.size(budget)} of memory for experts ({share}), batch 1, greedy"
         console.print(expert_report.table(rows, title))
     if json is not None:
         write_json(json, content)
@@ -167,6 +155,21 @@ def command(
     if run.interrupted:
         options.note("interrupted: the tables above are of finished budgets")
         raise typer.Exit(INTERRUPTED)
+
+
+def _budgets(store: ExpertStore, memory: str | None) -> list[int]:
+    """The sizes of --expert-memory; by default a quarter of all experts. UserError for a size that
+    is too small.
+    """
+    from multirate.experts.runtime import slots_for
+
+    index = store.index
+    texts = [part.strip() for part in memory.split(",")] if memory else []
+    sizes = [size for text in texts if (size := _budget(text, index.data_bytes)) is not None]
+    sizes = sizes or [max(index.data_bytes // 4, (index.top_k + 1) * index.record.bytes)]
+    for size in sizes:
+        slots_for(store, size)
+    return sizes
 
 
 def _budget(text: str, everything: int) -> int | None:

@@ -73,16 +73,11 @@ def run(
     with ExitStack() as stack:
         model = (settings or {}).get("model", "")
         theirs, missing = _baselines(engine, baselines or {}, model, prompts.prompts, how, stack)
-        method_runs += theirs
-        unavailable += missing
+        method_runs, unavailable = [*method_runs, *theirs], [*unavailable, *missing]
         for one in unavailable:
             options.note(f"note: no row for {one['method']}: {one['reason']}")
         measurements, others_used = _measured(engine, method_runs, prompts.prompts, how)
-    for name, why in measurements.ended.items():
-        unavailable.append({"method": name, "reason": why})
-        options.note(f"note: no row for {name}: {why}")
-    for traceback in measurements.failed.values():
-        typer.echo(traceback, err=True)
+    unavailable += [{"method": name, "reason": why} for name, why in measurements.ended.items()]
     loops: list[str] = []
     if how.leave_out_loops:
         answered = max(map(len, measurements.samples), default=0)
@@ -101,19 +96,17 @@ def run(
     read = bandwidth.read_bandwidth(device)
     weights = bandwidth.bytes_per_step(engine.model, engine.decoder)
     share = bandwidth.share_of(read, weights, rows, how.batch)
-    console = options.console()
     if not rows:
         looped = loops and not measurements.prompts
         unfinished = "the run ended before every method had answered one prompt"
         reason = "all answers repeat in loops" if looped else unfinished
-        console.print(f"Nothing was measured: {reason}.")
+        options.console().print(f"Nothing was measured: {reason}.")
     elif show is not None:
         show(rows)
     else:
-        console.print(report.table(rows, title))
-        if tasks is not None:
-            console.print(report.score_table(rows))
-        console.print(report.bandwidth_line(read, share))
+        scores = [] if tasks is None else [report.score_table(rows)]
+        for part in (report.table(rows, title), *scores, report.bandwidth_line(read, share)):
+            options.console().print(part)
     usable = measurements.usable()
     content = report.document(
         provenance.collect(
@@ -220,6 +213,10 @@ def _measured(
             f"note: other processes used {others_used:.1f} of {os.cpu_count()} processors during "
             "the measurement, so speeds are uncertain"
         )
+    for name, why in measurements.ended.items():
+        options.note(f"note: no row for {name}: {why}")
+    for traceback in measurements.failed.values():
+        typer.echo(traceback, err=True)
     return measurements, others_used
 
 

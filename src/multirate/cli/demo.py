@@ -82,10 +82,8 @@ def first_answer(
 def _generate(
     engine: Engine, method: str, question: str, max_new_tokens: int, on_tokens: Any = None
 ) -> DecodeStats:
-    from multirate.loading.chat_template import encode_chat
-
     return engine.generate(
-        [encode_chat(engine.tokenizer, [{"role": "user", "content": question}])],
+        [options.prompt_ids(engine.tokenizer, question)],
         engine.sampling(temperature=0.0),
         stop=engine.stopping(max_new_tokens),
         method=method,

@@ -69,18 +69,15 @@ def command(
     from multirate import provenance
     from multirate.cli.progress import Bar
     from multirate.engine import SPECULATE, attach
-    from multirate.io import check_writable, write_json
+    from multirate.io import write_json
     from multirate.lab.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
     from multirate.lab.evaluation.run import evaluate
     from multirate.lab.evaluation.table import table
-    from multirate.loading.hub import reference_accelerators
-    from multirate.methods.spec import recommended
 
     wanted = Mode(mode or (FULL if accelerator is None else SPECULATIVE), quality, threshold)
     if speculate not in SPECULATE:
         raise UserError(f"--speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
-    if json is not None:
-        check_writable(json, provenance.RESULTS, provenance.collected)
+    options.check_json(json)
     asked = load_tasks(names, data, shots)
     loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
@@ -88,12 +85,7 @@ def command(
         if accelerator is not None:
             options.note(f"note: mode {FULL} does not use --accelerator {accelerator}")
     else:
-        options.add_accelerators(
-            engine,
-            [accelerator] if accelerator else [],
-            [] if accelerator else [recommended()],
-            reference_accelerators(model),
-        )
+        options.add_accelerator(engine, model, accelerator)
     how = decoding(engine, wanted, speculate)
     with Bar("evaluating") as bar:
         found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)

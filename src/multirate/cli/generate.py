@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multirate.cli import options
 from multirate.errors import UserError, say_once
 from multirate.io import decoded, read_text
+
+if TYPE_CHECKING:
+    from multirate.decoding.logits import SamplingSettings
+    from multirate.decoding.results import GenerationOutput
+    from multirate.decoding.stopping import StopSettings
+    from multirate.engine import Engine
 
 ENDINGS = {
     "eos": "ended by the model",
@@ -104,10 +110,7 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named
-    from multirate.loading.chat_template import encode_chat
-    from multirate.loading.hub import reference_accelerators
     from multirate.loading.names import DEFAULT
-    from multirate.methods.spec import PLAIN, recommended
     from multirate.runtime.quantised import ON_LOAD
 
     numbers = {
@@ -145,19 +148,8 @@ def command(
         and engine.experts.runtime.note
     ):
         options.note(f"note: {engine.experts.runtime.note}")
-    wanted = [method or recommended()] if method or not accelerator else []
-    options.add_accelerators(
-        engine, [accelerator] if accelerator else [], wanted, reference_accelerators(model)
-    )
-    tokenizer = loaded.tokenizer
-    ids = (
-        tokenizer(text)["input_ids"]
-        if raw
-        else encode_chat(tokenizer, [{"role": "user", "content": text}])
-    )
-    if not ids:
-        raise UserError("the prompt has no tokens: give some text")
-
+    options.add_accelerator(engine, model, accelerator, method)
+    ids = options.prompt_ids(loaded.tokenizer, text, raw)
     sampling = engine.sampling(**given)
     ending = (
         engine.stopping_after([ids], stop)
@@ -165,9 +157,30 @@ def command(
         else engine.stopping(max_new_tokens, stop)
     )
 
-    from multirate.cli.stream import printed
+    how = {"method": method, "speculate": speculate, "mode": mode, "quality": quality}
+    output = _generate(engine, ids, sampling, ending, stream, how)
+    if engine.guarantee is not None:
+        changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
+        other = changed if sampling.greedy else "sampled text"
+        options.note(f"note: {engine.guarantee.sentence(other)}")
+    if engine.notice:
+        options.note(f"note: {engine.notice}")
+    if stats:
+        _print_stats(engine, output)
 
-    printer = printed(tokenizer)
+
+def _generate(
+    engine: Engine,
+    ids: list[int],
+    sampling: SamplingSettings,
+    ending: StopSettings,
+    stream: bool,
+    how: dict[str, Any],
+) -> GenerationOutput:
+    """Generates and prints the text. how: further arguments of `Engine.generate`."""
+    from multirate.decoding.text_stream import TextStream
+
+    printer = TextStream(engine.tokenizer, lambda piece: typer.echo(piece, nl=False))
     begun = False
 
     def push(_: int, tokens: list[int]) -> None:
@@ -176,16 +189,8 @@ def command(
         printer.push(tokens)
 
     try:
-        output = engine.generate(
-            [list(ids)],
-            sampling,
-            ending,
-            method=method,
-            on_tokens=push if stream else None,
-            speculate=speculate,
-            mode=mode,
-            quality=quality,
-        )
+        on_tokens = push if stream else None
+        output = engine.generate([ids], sampling, ending, on_tokens=on_tokens, **how)
     except UserError:
         stream = stream and begun  # failed before the first token: there is no line to end
         raise
@@ -194,35 +199,34 @@ def command(
             printer.end()
             typer.echo("")
     if not stream:
-        typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
-    if engine.guarantee is not None:
-        changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
-        other = changed if sampling.greedy else "sampled text"
-        options.note(f"note: {engine.guarantee.sentence(other)}")
-    if engine.notice:
-        options.note(f"note: {engine.notice}")
-    if stats:
-        seen = output.stats
-        options.note(
-            f"{seen.tokens} tokens in {seen.seconds:.2f} s: "
-            f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
-            f"{ENDINGS[output.finish_reasons[0]]}"
-        )
-        options.note(
-            f"method {engine.used}, {engine.backend} backend, "
-            f"{options.threads_line(engine.decoder)}, weights {engine.weights}"
-        )
-        if seen.drafted:
-            drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
-            counted = f"{seen.tokens_per_step:.2f} tokens per pass"
-            options.note(f"{drafts}, {counted}")
-        elif engine.used != PLAIN:
-            options.note("no tokens were drafted")
-        if seen.exits:
-            left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
-            options.note(f"tokens by the number of layers they used: {left}")
-        if engine.experts is not None and engine.experts.runtime is not None:
-            options.note(options.expert_line(engine.experts.runtime))
+        typer.echo(engine.tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+    return output
+
+
+def _print_stats(engine: Engine, output: GenerationOutput) -> None:
+    from multirate.methods.spec import PLAIN
+
+    seen = output.stats
+    options.note(
+        f"{seen.tokens} tokens in {seen.seconds:.2f} s: "
+        f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
+        f"{ENDINGS[output.finish_reasons[0]]}"
+    )
+    options.note(
+        f"method {engine.used}, {engine.backend} backend, "
+        f"{options.threads_line(engine.decoder)}, weights {engine.weights}"
+    )
+    if seen.drafted:
+        drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
+        counted = f"{seen.tokens_per_step:.2f} tokens per pass"
+        options.note(f"{drafts}, {counted}")
+    elif engine.used != PLAIN:
+        options.note("no tokens were drafted")
+    if seen.exits:
+        left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
+        options.note(f"tokens by the number of layers they used: {left}")
+    if engine.experts is not None and engine.experts.runtime is not None:
+        options.note(options.expert_line(engine.experts.runtime))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

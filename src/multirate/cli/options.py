@@ -221,6 +221,40 @@ def add_accelerators(
             engine.add(folder, name)
 
 
+def add_accelerator(
+    engine: Engine, model: str | None, accelerator: str | None, method: str | None = None
+) -> None:
+    """Adds the given accelerator, and the model's own one of the method; without both, the model's
+    own one of the default method.
+    """
+    from multirate.loading.hub import reference_accelerators
+    from multirate.methods.spec import recommended
+
+    wanted = [method or recommended()] if method or not accelerator else []
+    given = [accelerator] if accelerator else []
+    add_accelerators(engine, given, wanted, reference_accelerators(model))
+
+
+def prompt_ids(tokenizer: Any, text: str, raw: bool = False) -> list[int]:
+    """Token ids of a user's prompt. raw: without the chat template."""
+    from multirate.loading.chat_template import encode_chat
+
+    asked = [{"role": "user", "content": text}]
+    ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, asked)
+    if not ids:
+        raise UserError("the prompt has no tokens: give some text")
+    return list(ids)
+
+
+def check_json(path: Path | None) -> None:
+    """UserError for a file of results that cannot be written, or is not ours."""
+    from multirate import provenance
+    from multirate.io import check_writable
+
+    if path is not None:
+        check_writable(path, provenance.RESULTS, provenance.collected)
+
+
 def note(text: str) -> None:
     """Prints a line to stderr."""
     typer.echo(text, err=True)

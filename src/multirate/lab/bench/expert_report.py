@@ -13,18 +13,7 @@ from multirate.experts.stats import Event
 from multirate.lab.bench.expert_policies import RESIDENT, ExpertRow, ExpertRun
 from multirate.lab.pages import page as pages
 
-_FACTS = (
-    "model",
-    "suite",
-    "prompts",
-    "max_new_tokens",
-    "cpu",
-    "threads",
-    "date",
-    "version",
-    "commit",
-    "reads",
-)
+_FACTS = ("model", "suite", "prompts", "max_new_tokens", "reads")
 _HEADS = (
     "method",
     "tokens/s",
@@ -147,7 +136,7 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
         kinds=_KINDS,
         timelines={name: _bars(events, longest) for name, events in run.timelines.items()},
         scale=f"{1e3 * longest:.2f}",
-        facts={key: content[key] for key in _FACTS if content.get(key) is not None},
+        facts={**{key: content[key] for key in _FACTS}, **pages.facts(content)},
     )
 
 

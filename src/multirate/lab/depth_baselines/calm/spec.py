@@ -1,11 +1,15 @@
-"""Registers CALM without training, and with trained classifiers."""
+"""Registers CALM without training, and with trained classifiers, and has their objective."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.lab.depth_baselines._shared.exits import register_exits
+from multirate.lab.depth_baselines._shared.multi_exit import ExitObjective
 from multirate.lab.depth_baselines.calm.config import (
     CalmClassifierConfig,
     CalmClassifierDecodeConfig,
@@ -13,13 +17,39 @@ from multirate.lab.depth_baselines.calm.config import (
 )
 from multirate.lab.depth_baselines.calm.exits import trained_exits, untrained_exits
 from multirate.lab.depth_baselines.calm.modules import ExitClassifiers
-from multirate.lab.depth_baselines.calm.train import CalmObjective
+from multirate.methods._shared.distillation import distil
+from multirate.methods._shared.objective import Report, balanced_bce
+from multirate.methods._shared.teacher import Known
 from multirate.methods.spec import PROBABILITIES, DynamicMode, Training
 
 REDUCED_HEAD = 16384
 """Tokens of the head that a comparison without training reads exits with: the whole one of a
 small model costs as much as eight layers, at every exit.
 """
+
+
+class CalmObjective(ExitObjective):
+    """Balanced binary cross-entropy of "this exit says what the last layer says", at every exit.
+    The report's agreement is that of the base's plain exits.
+    """
+
+    has_arla = True
+    has_early_exit = False  # the students are the base's own exits
+
+    def forward(
+        self, ids: Tensor, mask: Tensor, known: Known | None = None
+    ) -> tuple[Tensor, Report]:
+        """See Objective."""
+        teacher, classifiers = self._teacher[0], self.module
+        slow = teacher.slow(ids, shared=0, gates=classifiers.exits, known=known)
+        normed = self.normed(slow, mask)
+        with torch.no_grad():
+            result = distil(normed, slow.target(mask), teacher.head, classifiers.draft_tokens)
+        logits = classifiers(normed.float())
+        each = [balanced_bce(row, agree) for row, agree in zip(logits, result.agree, strict=True)]
+        loss = torch.stack(each).mean()
+        scores = logits.detach().float().sigmoid()
+        return loss, Report(self.terms, result, float(loss.detach()), scores)
 
 
 def _dial(path: tuple[float, ...], *others: DynamicMode, **fixed: Any) -> DynamicMode:

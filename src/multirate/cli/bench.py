@@ -172,7 +172,9 @@ def command(
             "--baselines": bool(baselines),
             "--temperature": not sampling.greedy,
         }
-        bench_experts.check(unused)
+        for name, given in unused.items():
+            if given:
+                raise UserError(f"{name} does not work with experts loaded from disk: leave it out")
         names = chosen or [bench_experts.EXPERTS]
         bench_experts.command(model, questions, suite, data, names, of_experts, measuring, json)
         return

@@ -5,7 +5,6 @@ with one or more memory budgets.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench_prompts import prepared
-from multirate.cli.bench_run import Measuring
+from multirate.cli.bench_run import Measuring, prepared
 from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
@@ -47,15 +45,6 @@ class ExpertOptions:
         ):
             if given is not None:
                 raise UserError(f"{name} {given} needs --methods {EXPERTS}")
-
-
-def check(unusable: Mapping[str, bool]) -> None:
-    """UserError for an option that was given and does not work with experts. unusable: by option,
-    whether it was given.
-    """
-    for name, given in unusable.items():
-        if given:
-            raise UserError(f"{name} does not work with experts loaded from disk: leave it out")
 
 
 def command(

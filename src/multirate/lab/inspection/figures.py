@@ -147,26 +147,17 @@ def _by_layer(
 
 def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
     layers = range(len(values.alignment))
-    spread = Quartiles.of(values.alignment)
-    rows = [["plain", *row] for row in _quartile_rows(layers, spread)]
-    for one in values.intervals:
-        passed = Quartiles.of(one.alignment)
-        read = Quartiles.of(one.read_alignment[None])
-        rows += [
-            ["accelerated", *row] for row in _quartile_rows(range(one.start, one.gate + 1), passed)
-        ]
-        rows += [["read at the gate", *row] for row in _quartile_rows([one.gate], read)]
+    plain = Quartiles.of(values.alignment)
+    passed = [Quartiles.of(one.alignment) for one in values.intervals]
+    read = [Quartiles.of(one.read_alignment[None]) for one in values.intervals]
+    rows = [["plain", *row] for row in _quartile_rows(layers, plain)]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        on_the_way = _quartile_rows(range(one.start, one.gate + 1), states)
+        rows += [["accelerated", *row] for row in on_the_way]
+        rows += [["read at the gate", *row] for row in _quartile_rows([one.gate], here)]
 
     def draw(axes: Any) -> None:
-        _band(axes, layers, spread, "slow", "plain residual")
-        for number, one in enumerate(values.intervals):
-            passed = Quartiles.of(one.alignment)
-            name = None if number else "accelerated residual"
-            _band(axes, range(one.start, one.gate + 1), passed, "fast", name)
-            read = Quartiles.of(one.read_alignment[None])
-            here = [passed.median[-1], read.median[0]]
-            _gate(axes, one.gate, here, None if number else "read at a gate")
-        _layer_axis(axes, layers)
+        _streams(axes, layers, plain, values, passed, [here.median[0] for here in read])
         axes.set_ylabel("cosine with the final residual")
         if values.intervals:
             legend_above(axes)
@@ -190,28 +181,22 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
 
 def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
     layers = range(1, len(values.agrees) + 1)
-    share = values.agrees.mean(axis=1)
-    rows = [["plain", str(i), f"{one:.1%}"] for i, one in zip(layers, share, strict=True)]
-    for one in values.intervals:
-        rows += [
-            ["accelerated", str(one.start + k), f"{value:.1%}"]
-            for k, value in enumerate(one.agrees.mean(axis=1))
-        ]
-        rows.append(["read at the gate", str(one.gate), f"{one.read_agrees.mean():.1%}"])
+
+    def shares(agrees: np.ndarray) -> Quartiles:
+        percent = (100 * agrees.mean(axis=-1)).tolist()
+        return Quartiles(percent, percent, percent)
+
+    plain = shares(values.agrees)
+    passed = [shares(one.agrees) for one in values.intervals]
+    read = [100 * float(one.read_agrees.mean()) for one in values.intervals]
+    rows = [["plain", str(i), f"{one:.1f}%"] for i, one in zip(layers, plain.median, strict=True)]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        for layer, share in enumerate(states.median, start=one.start):
+            rows.append(["accelerated", str(layer), f"{share:.1f}%"])
+        rows.append(["read at the gate", str(one.gate), f"{here:.1f}%"])
 
     def draw(axes: Any) -> None:
-        axes.plot(layers, 100 * share, color=INKS["slow"], label="plain residual")
-        for number, one in enumerate(values.intervals):
-            axes.plot(
-                range(one.start, one.gate + 1),
-                100 * one.agrees.mean(axis=1),
-                color=INKS["fast"],
-                linestyle=DASHED,
-                label=None if number else "accelerated residual",
-            )
-            here = [100 * float(one.agrees[-1].mean()), 100 * float(one.read_agrees.mean())]
-            _gate(axes, one.gate, here, None if number else "read at a gate")
-        _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
+        _streams(axes, layers, plain, values, passed, read)
         axes.set_ylim(-3, 103)
         axes.set_ylabel("tokens that agree (%)")
         legend_above(axes)
@@ -253,6 +238,26 @@ def _band(
         drawn |= {"marker": "o", "markersize": 4}
     axes.fill_between(layers, spread.lower, spread.upper, color=INKS[ink], alpha=0.22, linewidth=0)
     axes.plot(layers, spread.median, label=label, **drawn)
+
+
+def _streams(
+    axes: Any,
+    layers: range,
+    plain: Quartiles,
+    values: TextValues,
+    passed: Sequence[Quartiles],
+    read: Sequence[float],
+) -> None:
+    """The plain residual's values, and of each interval the accelerated one's and what the head
+    reads at its gate.
+    """
+    _band(axes, layers, plain, "slow", "plain residual")
+    labels = ["accelerated residual", "read at a gate"]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        _band(axes, range(one.start, one.gate + 1), states, "fast", labels[0] or None)
+        _gate(axes, one.gate, [states.median[-1], here], labels[1] or None)
+        labels = ["", ""]  # one entry of the legend for all intervals
+    _layer_axis(axes, range(layers[-1] + 1) if values.intervals else layers)
 
 
 def _gate(axes: Any, gate: int, values: Sequence[float], label: str | None) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,18 +124,18 @@ class MultiExitObjective(ExitObjective):
 
 class MultiExits(ScoredExits):
     """A token leaves at the first exit where the top-1 probability after its map is at least that
-    exit's threshold; None: never there.
-
-    maps(exit, residuals [n, d]) → what the head reads [n, d].
+    exit's threshold; None: never there. thresholds: one for each exit, or one for all.
     """
 
     def __init__(
         self,
-        exits: Sequence[int],
-        head: ExitHead,
-        maps: Callable[[int, Tensor], Tensor],
-        thresholds: Sequence[float | None],
+        decoder: Decoder,
+        maps: ExitMaps,
+        thresholds: Sequence[float | None] | float | None,
     ) -> None:
+        exits = maps.exits
+        if not isinstance(thresholds, Sequence):
+            thresholds = [thresholds] * len(exits)
         if len(thresholds) != len(exits):
             raise UserError(
                 f"setting thresholds has {len(thresholds)} values; accepted: one for each of the "
@@ -143,19 +143,9 @@ class MultiExits(ScoredExits):
             )
         self._thresholds = dict(zip(exits, thresholds, strict=True))
         # nothing is looked at where nothing may leave
-        super().__init__([e for e in exits if self._thresholds[e] is not None], head)
-        self._maps = maps
-
-    @classmethod
-    def of(
-        cls, decoder: Decoder, maps: ExitMaps, thresholds: Sequence[float | None] | float | None
-    ) -> Self:
-        """The policy of trained exits; thresholds: one for each, or one for all. UserError for
-        thresholds that do not fit them.
-        """
-        if not isinstance(thresholds, Sequence):
-            thresholds = [thresholds] * len(maps.exits)
-        return cls(maps.exits, ExitHead(decoder, maps.draft_tokens), maps.of(decoder), thresholds)
+        looked_at = [exit for exit in exits if self._thresholds[exit] is not None]
+        super().__init__(looked_at, ExitHead(decoder, maps.draft_tokens))
+        self._maps = maps.of(decoder)
 
     def threshold(self, exit: int, seq: int) -> float | None:
         return self._thresholds[exit]

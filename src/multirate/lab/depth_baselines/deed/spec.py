@@ -28,7 +28,7 @@ SPEC = register_exits(
     "enough (lossy)",
     settings=DeedDecodeConfig,
     step=lambda decoder, module, settings: DynamicDepthStep(
-        MultiExits.of(decoder, module, settings.threshold), "deferred"
+        MultiExits(decoder, module, settings.threshold), "deferred"
     ),
     training=Training(DeedConfig, AdaptedExits, DeedObjective),
 )

@@ -62,7 +62,7 @@ SPEC = register_exits(
     summary="skips a token's remaining layers at one shallow exit that is confident enough (lossy)",
     settings=FreeDecodeConfig,
     step=lambda decoder, module, settings: DynamicDepthStep(
-        MultiExits.of(decoder, module, settings.threshold), "deferred"
+        MultiExits(decoder, module, settings.threshold), "deferred"
     ),
     training=Training(FreeConfig, LinearExits, FreeObjective, start=start_from_least_squares),
 )

@@ -73,7 +73,7 @@ def _step(decoder: Decoder, exits: LinearExits, settings: LiteDecodeConfig) -> D
     if thresholds is None:
         assert isinstance(exits.config, LiteConfig)
         thresholds = exits.config.thresholds
-    return DynamicDepthStep(MultiExits.of(decoder, exits, thresholds), "propagate")
+    return DynamicDepthStep(MultiExits(decoder, exits, thresholds), "propagate")
 
 
 def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:

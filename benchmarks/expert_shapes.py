@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ def measure(shape: str, folder: Path, tokens: int, repeats: int, share: float) -
         "read_ms_per_layer": 1e3 * (demand - resident) / layers,
         "x": demand / resident - 1,
         "read_bytes_per_second": rows["on_demand"].bytes_per_token / (demand - resident),
-        "rows": [row.as_dict() for row in run.rows],
+        "rows": [asdict(row) for row in run.rows],
     }
     rates = ", ".join(f"{name} {row.tokens_per_second:.2f} tok/s" for name, row in rows.items())
     print(

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ from multirate.io import write_json
 from multirate.lab.bench.divergence import Judge
 from multirate.lab.bench.method_runs import GENERATE, GENERATE_STATIC, method_run
 from multirate.lab.bench.prompts import Prompt, build_prompts
-from multirate.lab.bench.runner import Unavailable, measure, summarise
+from multirate.lab.bench.rows import summarise
+from multirate.lab.bench.runner import Unavailable, measure
 from multirate.lab.bench.suites import load_suite
 from multirate.loading.hub import find_device, load_model, reference_accelerators
 from multirate.methods.spec import PLAIN
@@ -188,7 +189,7 @@ def _measured(
         chosen, repeats = prompts[: max(4, batch)], 1 if campaign.tiny else 3
         with _interrupted_after(campaign.left()):
             measured = measure(runs, chosen, repeats=repeats, batch=batch, synchronize=wait)
-        found = [row.as_dict() for row in summarise(measured, Judge(engine.model))]
+        found = [asdict(row) for row in summarise(measured, Judge(engine.model))]
         if not found:
             raise Ended
         for failure in measured.failed.values():

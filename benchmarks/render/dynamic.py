@@ -69,7 +69,7 @@ def dynamic_compute() -> Section:
             f"{trained['m2r2-carry']['tokens'] / 1e6:.1f}M. Each method was measured at four "
             "settings.",
             frontier_table(run),
-            command("bash lab/recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic"),
+            command("bash lab/recipes/smollm2/dynamic_baselines.sh DATA runs/dynamic"),
             sources("dynamic_smollm2"),
         ],
     )

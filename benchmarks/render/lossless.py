@@ -131,7 +131,7 @@ def newer_processor() -> Section:
 
 
 def other_engines() -> Section:
-    run = load("rivals_smollm2")
+    run = load("baselines_smollm2")
     lines = []
     for row in run["rows"]:
         name = row["method"].partition(" ")[0]
@@ -159,9 +159,9 @@ def other_engines() -> Section:
             command(
                 "multirate bench smollm2 --suite mt_bench --data question.jsonl \\",
                 "  --methods generate,autoregressive \\",
-                "  --rivals llamacpp,assisted,assistant=lab/models/smollm2-draft \\",
+                "  --baselines llamacpp,assisted,assistant=lab/models/smollm2-draft \\",
                 "  --limit 4 -n 96 --repeats 1 --leave-out-loops --no-tuned --json out.json",
             ),
-            sources("rivals_smollm2"),
+            sources("baselines_smollm2"),
         ],
     )

@@ -597,10 +597,10 @@ def test_bench_in_batches(model: str, data: str, tmp_path: Path) -> None:
         rows.append([(r["method"], r["tokens"], r["identical"], r["steps"]) for r in read["rows"]])
     assert rows[0] == rows[1]
     refused(run(*words, "--batch", "0"), "--batch is 0")
-    refused(run(*words, "--batch", "2", "--rivals", "assisted"), "leave out --batch 2")
+    refused(run(*words, "--batch", "2", "--baselines", "assisted"), "leave out --batch 2")
 
 
-def test_a_rival_that_is_not_there_costs_its_row_only(
+def test_a_baseline_that_is_not_there_costs_its_row_only(
     model: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = importlib.util.find_spec
@@ -611,7 +611,7 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     done = run(
         *("bench", model, "--data", data, "--limit", "1", "-n", "4", "--repeats", "1"),
         *("--dtype", "float32", "--methods", "autoregressive", "--json", str(out)),
-        *("--rivals", "llamacpp,assisted"),
+        *("--baselines", "llamacpp,assisted"),
     )
     assert done.exit_code == 0, done.output
     assert "note: no row for llamacpp: llama.cpp is not installed" in done.stderr
@@ -626,7 +626,7 @@ def test_a_rival_that_is_not_there_costs_its_row_only(
     assert content["unavailable"][0]["method"] == "llamacpp"
     assert content["plain_share_of_bandwidth"] > 0
     refused(
-        run("bench", model, "--data", data, "--rivals", "vllm"),
+        run("bench", model, "--data", data, "--baselines", "vllm"),
         "'vllm'",
         "assisted, bf16, llamacpp",
     )
@@ -647,7 +647,7 @@ def test_sampled_answers_are_compared_token_by_token(model: str, data: str, tmp_
     assert content["temperature"] == 1 and content["seed"] == 7
     refused(run("bench", model, "--data", data, "--temperature", "-1"), "temperature", "at least 0")
     refused(
-        run("bench", model, "--data", data, "--temperature", "1", "--rivals", "assisted"),
+        run("bench", model, "--data", data, "--temperature", "1", "--baselines", "assisted"),
         "--temperature",
         "only with greedy decoding",
     )
@@ -800,7 +800,7 @@ def test_what_bench_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run("bench", model, "--data", data, "--html", "p.html"), "needs --methods experts")
     refused(run("bench", model, "--data", data, "--disk-speed", "1MB/s"), "needs --methods experts")
     experts = ["bench", model, "--data", data, "--methods", "experts"]
-    for words in (["--report", str(tmp_path / "r")], ["--rivals", "llamacpp"]):
+    for words in (["--report", str(tmp_path / "r")], ["--baselines", "llamacpp"]):
         refused(run(*experts, *words), words[0], "does not work with experts loaded from disk")
     assert not (tmp_path / "r").exists()
     refused(run("bench", model, "--data", data, "--repeats", "0"), "--repeats is 0")

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from multirate.cli.demo import QUESTIONS, explanation, label
-from multirate.lab.bench.runner import Row
+from multirate.lab.bench.rows import Row
 from multirate.loading.hub import reference_accelerators
 from multirate.training.prompt_fingerprints import prompt_fingerprint, read_fingerprints
 

@@ -21,7 +21,7 @@ from multirate.lab.depth_baselines.calm.config import (
 )
 from multirate.lab.depth_baselines.calm.exits import decayed, trained_exits, untrained_exits
 from multirate.lab.depth_baselines.calm.modules import ExitClassifiers
-from multirate.lab.depth_baselines.calm.train import CalmObjective
+from multirate.lab.depth_baselines.calm.spec import CalmObjective
 from multirate.methods._shared.objective import balanced_bce
 from multirate.methods._shared.teacher import Teacher
 from multirate.runtime.decoder import Decoder

@@ -17,10 +17,9 @@ from multirate.lab.depth_baselines._shared.linear_exits import LinearExits, star
 from multirate.lab.depth_baselines._shared.multi_exit import MultiExitObjective
 from multirate.lab.depth_baselines.deed.config import DeedConfig
 from multirate.lab.depth_baselines.deed.modules import AdaptedExits
-from multirate.lab.depth_baselines.deed.train import DeedObjective
-from multirate.lab.depth_baselines.free.config import FreeConfig, FreeDecodeConfig
-from multirate.lab.depth_baselines.free.train import FreeObjective
-from multirate.lab.depth_baselines.lite.config import (
+from multirate.lab.depth_baselines.deed.spec import DeedObjective
+from multirate.lab.depth_baselines.free.spec import FreeConfig, FreeDecodeConfig, FreeObjective
+from multirate.lab.depth_baselines.lite.spec import (
     PAPER_THRESHOLDS,
     LiteConfig,
     default_thresholds,

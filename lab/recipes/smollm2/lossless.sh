@@ -14,7 +14,7 @@
 # Answers have up to 256 tokens, and answers that run into loops are not counted. Batches have up to
 # 96 tokens, and all count. Finished suites are kept. ACCELERATORS: a folder with eagle3/ and hydra/,
 # which are too large to ship (on_a_gpu.sh, or eagle3.sh and hydra.sh); without it these rows are left
-# out. Rows of llama.cpp need 'multirate[rivals]'.
+# out. Rows of llama.cpp need 'multirate[baselines]'.
 set -euo pipefail
 EVAL=$1 OUT=$2 MODEL=${MODEL:-smollm2}
 shift 2
@@ -54,7 +54,7 @@ measure_suite() { # SUITE NAME METHODS
 for name in "$@"; do
     case $name in
         mt_bench) measure mt_bench_smollm2 mt_bench $MT "generate,autoregressive$EVERY" \
-            --rivals llamacpp --limit 8 $LONG ;;
+            --baselines llamacpp --limit 8 $LONG ;;
         spec_bench) measure_suite "$name" suite_spec_bench \
             "autoregressive$EVERY,sam:texts=lab/texts/smollm2.safetensors" ;;
         humaneval | gsm8k | t1) measure_suite "$name" "suite_$name" "autoregressive$BEST" ;;

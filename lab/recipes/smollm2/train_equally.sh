@@ -1,4 +1,4 @@
-# Sourced by equal_training.sh and dynamic_rivals.sh: one training on the answers and teacher states
+# Sourced by equal_training.sh and dynamic_baselines.sh: one training on the answers and teacher states
 # in EQUAL.
 #
 #   train_equally METHOD FOLDER STEPS WARMUP OPTIONS...

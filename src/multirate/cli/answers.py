@@ -12,20 +12,16 @@ from multirate.errors import UserError
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
-    ],
+    model: options.BaseModel,
     out: Annotated[
-        Path,
-        typer.Option("--out", help="JSONL file to write. An unfinished file is continued."),
+        Path, typer.Option("--out", help="JSONL file to write. An unfinished file is continued.")
     ],
     data: Annotated[
         list[Path] | None,
         typer.Option("--data", help="JSON or JSONL file of questions (repeatable)."),
     ] = None,
     questions: Annotated[
-        int,
-        typer.Option(min=0, help="Number of questions to sample from the model itself."),
+        int, typer.Option(min=0, help="Number of questions to sample from the model itself.")
     ] = 0,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Maximum number of tokens per answer.")

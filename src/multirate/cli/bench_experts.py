@@ -5,19 +5,21 @@ with one or more memory budgets.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench_prompts import prepared
+from multirate.cli.bench_run import Measuring, prepared
+from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
+    from multirate.experts.store import ExpertStore
     from multirate.lab.bench.suites import Question
 
 EXPERTS = "experts"
@@ -33,6 +35,17 @@ class ExpertOptions:
     page: Path | None
     predictor: Path | None
 
+    def check_unused(self) -> None:
+        """UserError for what only `--methods experts` uses."""
+        for name, given in (
+            ("--expert-memory", self.memory),
+            ("--disk-speed", self.disk_speed),
+            ("--expert-predictor", self.predictor),
+            ("--html", self.page),
+        ):
+            if given is not None:
+                raise UserError(f"{name} {given} needs --methods {EXPERTS}")
+
 
 def command(
     model: str | None,
@@ -41,24 +54,21 @@ def command(
     data: Path,
     names: list[str],
     given: ExpertOptions,
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    truncate: bool,
+    how: Measuring,
     json: Path | None,
-) -> tuple[bool, bool]:
-    """Measures, prints a table per budget, and writes JSON and page → (whether all tokens were the
-    same, interrupted).
+) -> None:
+    """Measures, prints a table per budget, and writes JSON and page. Ends the command if tokens
+    differ, and if it was interrupted.
 
     names: policies, or only "experts" for all policies.
     """
     from multirate import provenance
     from multirate.engine import attach
     from multirate.experts.named_policies import parse_bytes
-    from multirate.experts.runtime import ExpertSettings, slots_for
+    from multirate.experts.runtime import ExpertSettings
     from multirate.lab.bench import expert_report
     from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
-    from multirate.lab.pages.page import PAGE, is_page
+    from multirate.lab.pages.page import PAGE, check_installed, is_page
 
     if model is None or given.store is None:
         raise UserError(
@@ -71,14 +81,11 @@ def command(
         raise UserError(
             f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}"
         )
-    speed = (
-        parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
-        if given.disk_speed
-        else None
-    )
-    if json is not None:
-        check_writable(json, provenance.RESULTS, provenance.collected)
+    speed = None
+    if given.disk_speed:
+        speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
     if given.page is not None:
+        check_installed()
         check_writable(given.page, PAGE, is_page)
     engine = attach(model, experts=given.store, expert_predictor=given.predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
@@ -86,15 +93,9 @@ def command(
         policies = [
             one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated
         ]
-    index = engine.experts.store.index
-    everything = index.data_bytes
-    texts = [part.strip() for part in given.memory.split(",")] if given.memory else []
-    budgets = [size for text in texts if (size := _budget(text, everything)) is not None]
-    budgets = budgets or [max(everything // 4, (index.top_k + 1) * index.record.bytes)]
-    for budget in budgets:
-        slots_for(engine.experts.store, budget)
-    prompts = prepared(engine, questions, max_new_tokens, truncate)
-    total = len(budgets) * repeats * len(prompts.prompts) * len(policies)
+    budgets = _budgets(engine.experts.store, given.memory)
+    prompts = prepared(engine, questions, how.max_new_tokens, how.truncate)
+    total = len(budgets) * how.repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
         run = measure_policies(
             engine,
@@ -102,11 +103,11 @@ def command(
             policies,
             budgets,
             lambda budget: ExpertSettings(budget, disk_bytes_per_second=speed),
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
+            max_new_tokens=how.max_new_tokens,
+            repeats=how.repeats,
             on_answer=bar.advance,
         )
-    reads = engine.experts.runtime.note or "O_DIRECT"
+    index = engine.experts.store.index
     content = {
         **provenance.collect("cpu", backend=engine.backend),
         "model": Path(model).name,
@@ -114,26 +115,23 @@ def command(
         "data": str(data),
         "dtype": index.record.weights,
         "prompts": len(prompts.prompts),
-        "max_new_tokens": max_new_tokens,
-        "repeats": repeats,
+        "max_new_tokens": how.max_new_tokens,
+        "repeats": how.repeats,
         "skipped": prompts.skipped,
-        "reads": reads,
+        "reads": engine.experts.runtime.note or "O_DIRECT",
         "disk_bytes_per_second": speed,
-        "experts_bytes": everything,
+        "experts_bytes": index.data_bytes,
         "record_bytes": index.record.bytes,
         "layers": len(index.layers),
         "num_experts": index.num_experts,
         "top_k": index.top_k,
         "interrupted": run.interrupted,
-        "rows": [row.as_dict() for row in run.rows],
+        "rows": [asdict(row) for row in run.rows],
     }
     console = options.console()
     for budget, rows in run.budgets:
-        title = (
-            f"{expert_report.size(budget)} of memory for experts "
-            f"({100 * budget / everything:.0f}% of all), "
-            "batch 1, greedy"
-        )
+        share = f"{100 * budget / index.data_bytes:.0f}% of all"
+        title = f"{expert_report.size(budget)} of memory for experts ({share}), batch 1, greedy"
         console.print(expert_report.table(rows, title))
     if json is not None:
         write_json(json, content)
@@ -141,7 +139,26 @@ def command(
         write_atomically(given.page, expert_report.page(run, content))
         typer.echo(f"page: {given.page}")
     engine.experts.remove()
-    return all(row.identical for row in run.rows), run.interrupted
+    if not all(row.identical for row in run.rows):
+        raise typer.Exit(WRONG_ANSWERS)
+    if run.interrupted:
+        options.note("interrupted: the tables above are of finished budgets")
+        raise typer.Exit(INTERRUPTED)
+
+
+def _budgets(store: ExpertStore, memory: str | None) -> list[int]:
+    """The sizes of --expert-memory; by default a quarter of all experts. UserError for a size that
+    is too small.
+    """
+    from multirate.experts.runtime import slots_for
+
+    index = store.index
+    texts = [part.strip() for part in memory.split(",")] if memory else []
+    sizes = [size for text in texts if (size := _budget(text, index.data_bytes)) is not None]
+    sizes = sizes or [max(index.data_bytes // 4, (index.top_k + 1) * index.record.bytes)]
+    for size in sizes:
+        slots_for(store, size)
+    return sizes
 
 
 def _budget(text: str, everything: int) -> int | None:

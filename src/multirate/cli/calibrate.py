@@ -7,13 +7,11 @@ from typing import Annotated
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
-    ],
+    model: options.BaseModel,
     accelerator: Annotated[
         str, typer.Option("--accelerator", "-a", help="A trained accelerator: folder or name.")
     ],
@@ -28,49 +26,35 @@ def command(
         list[float] | None,
         typer.Option(
             help="Quality target: the share of tokens that must match the full model's "
-            "(repeatable; default: 0.99).",
-            show_default=False,
+            "(repeatable; default: 0.99)."
         ),
     ] = None,
     confidence: Annotated[
         float, typer.Option(help="Confidence that the target holds on similar prompts.")
     ] = 0.95,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
-    ] = 128,
+    max_new_tokens: options.MaxNewTokens = 128,
     limit: Annotated[
         int | None,
         typer.Option(min=1, help="Number of prompts, spread evenly over the data (default: all)."),
     ] = None,
     batch: Annotated[
-        int,
-        typer.Option(min=1, help="Answers generated at once. 1 uses the kernel's fused steps."),
+        int, typer.Option(min=1, help="Answers generated at once. 1 uses the kernel's fused steps.")
     ] = 8,
     tries: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of thresholds to try. Fewer is faster, but less precise.",
-            show_default=False,
-            rich_help_panel=help.ADVANCED,
+        options.advanced(
+            min=1, help="Number of thresholds to try. Fewer is faster, but less precise."
         ),
     ] = None,
     point: Annotated[
         list[float] | None,
-        typer.Option(
-            help="Try only this threshold, most cautious first (repeatable).",
-            show_default=False,
-            rich_help_panel=help.ADVANCED,
-        ),
+        options.advanced(help="Try only this threshold, most cautious first (repeatable)."),
     ] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(
+        options.advanced(
             help="Another setting of the method, NAME=VALUE, such as exit_score=confidence or "
-            "kv=propagate (repeatable).",
-            show_default=False,
-            rich_help_panel=help.ADVANCED,
+            "kv=propagate (repeatable)."
         ),
     ] = None,
     dtype: options.Dtype = "auto",

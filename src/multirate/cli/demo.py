@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench import WRONG_ANSWERS, run
-from multirate.cli.errors import INTERRUPTED
+from multirate.cli.bench_run import Measuring, run
+from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
     from multirate.decoding.results import DecodeStats
     from multirate.engine import Engine
-    from multirate.lab.bench.runner import Row
+    from multirate.lab.bench.rows import Row
 
 QUESTIONS = (
     "How do noise-cancelling headphones work?",
@@ -37,18 +37,18 @@ WARM_UP = 8
 
 def is_trained(method: str) -> bool:
     """Whether a row is a trained drafter's, and not a baseline's or text lookup's."""
-    from multirate.lab.bench.runner import BASELINES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import find, parse_variant
 
-    return method not in BASELINES and find(parse_variant(method)[0]).training is not None
+    return method not in REFERENCES and find(parse_variant(method)[0]).training is not None
 
 
 def label(method: str) -> str:
     """A method's name in the table."""
-    from multirate.lab.bench.runner import BASELINES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import PLAIN, find, parse_variant
 
-    if method in BASELINES:
+    if method in REFERENCES:
         return "multirate, plain loop" if method == PLAIN else f"transformers {method}"
     name = parse_variant(method)[0]
     return (find(name).plain_name or name) + (" + text lookup" if is_trained(method) else UNTRAINED)
@@ -82,10 +82,8 @@ def first_answer(
 def _generate(
     engine: Engine, method: str, question: str, max_new_tokens: int, on_tokens: Any = None
 ) -> DecodeStats:
-    from multirate.loading.chat_template import encode_chat
-
     return engine.generate(
-        [encode_chat(engine.tokenizer, [{"role": "user", "content": question}])],
+        [options.prompt_ids(engine.tokenizer, question)],
         engine.sampling(temperature=0.0),
         stop=engine.stopping(max_new_tokens),
         method=method,
@@ -132,15 +130,15 @@ def _same_text(row: Row) -> str:
 
 def explanation(rows: Sequence[Row]) -> list[str]:
     """What the table shows, in sentences."""
-    from multirate.lab.bench.runner import BASELINES, baseline
+    from multirate.lab.bench.rows import REFERENCES, reference_row
 
-    against = baseline(rows)
+    against = reference_row(rows)
     found = []
     if against is not None:
         found.append(f"Speedup: tokens/s compared with {spoken(against)}.")
     if any(is_trained(row.method) for row in rows):
         found.append("The speedup of a trained drafter includes text lookup.")
-    drafting = [row for row in rows if row.method not in BASELINES and row.speedup is not None]
+    drafting = [row for row in rows if row.method not in REFERENCES and row.speedup is not None]
     if against is not None and drafting:
         found.append(_fastest(against, drafting))
     ties = [row for row in rows if row.near_ties and row.lossless]
@@ -209,7 +207,7 @@ def command(
     options.set_threads(threads)
 
     from multirate.engine import PLAIN, attach
-    from multirate.lab.bench.runner import BASELINES
+    from multirate.lab.bench.rows import REFERENCES
     from multirate.lab.bench.suites import Question
     from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import find, joined_variant, recommended
@@ -245,14 +243,8 @@ def command(
     _, rows, measured = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
-        [*BASELINES, lookup, *joined],
-        rivals={},
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        warmup=1,
-        truncate=False,
-        title="",
-        settings={},
+        [*REFERENCES, lookup, *joined],
+        Measuring(max_new_tokens, repeats),
         show=show,
     )
     if measured.interrupted:

@@ -18,7 +18,7 @@ from multirate.cli.help import Command, write_commands
 from multirate.errors import Diverged, Notice, UserError
 from multirate.io import check_text
 
-FAILED = 1
+FAILED = WRONG_ANSWERS = 1
 MENDABLE = 2
 INTERRUPTED = 130
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError
 
 
@@ -17,61 +17,38 @@ def command(
         str | None,
         typer.Option(
             help="Comma-separated: wikisql, e2e_nlg, dialogsum, a task of lm-eval, or a task's "
-            "YAML file.",
-            show_default=False,
+            "YAML file."
         ),
     ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     mode: Annotated[
         str | None,
         typer.Option(
             help="full (plain decoding), speculative (drafts; the same scores) or dynamic (some "
-            "tokens skip layers). Default: full, or speculative with --accelerator.",
-            show_default=False,
+            "tokens skip layers). Default: full, or speculative with --accelerator."
         ),
     ] = None,
     quality: options.Quality = None,
     threshold: Annotated[
         float | None,
-        typer.Option(
+        options.dynamic(
             help="With --mode dynamic, instead of --quality: the lowest exit score at which a "
-            "token skips layers.",
-            show_default=False,
-            rich_help_panel=help.DYNAMIC,
+            "token skips layers."
         ),
     ] = None,
     data: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).",
-            show_default=False,
-        ),
+        Path | None, typer.Option(help="Folder of the tasks' data (default: $MULTIRATE_EVAL_DATA).")
     ] = None,
     limit: Annotated[
-        int | None,
-        typer.Option(help="Number of documents per task (default: all).", show_default=False),
+        int | None, typer.Option(help="Number of documents per task (default: all).")
     ] = None,
     shots: Annotated[
         int | None,
-        typer.Option(
-            help="Number of examples in each prompt (default: the task's own).",
-            show_default=False,
-        ),
+        typer.Option(help="Number of examples in each prompt (default: the task's own)."),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the chat template.")] = False,
     speculate: options.Speculate = "auto",
-    json: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write the results to this file.", show_default=False),
-    ] = None,
+    json: options.Json = None,
     dtype: options.Dtype = "auto",
     weights: options.Weights = "file",
     device: options.Device = "auto",
@@ -92,18 +69,15 @@ def command(
     from multirate import provenance
     from multirate.cli.progress import Bar
     from multirate.engine import SPECULATE, attach
-    from multirate.io import check_writable, write_json
+    from multirate.io import write_json
     from multirate.lab.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
     from multirate.lab.evaluation.run import evaluate
     from multirate.lab.evaluation.table import table
-    from multirate.loading.hub import reference_accelerators
-    from multirate.methods.spec import recommended
 
     wanted = Mode(mode or (FULL if accelerator is None else SPECULATIVE), quality, threshold)
     if speculate not in SPECULATE:
         raise UserError(f"--speculate is {speculate!r}; accepted: {', '.join(SPECULATE)}")
-    if json is not None:
-        check_writable(json, provenance.RESULTS, provenance.collected)
+    options.check_json(json)
     asked = load_tasks(names, data, shots)
     loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
@@ -111,12 +85,7 @@ def command(
         if accelerator is not None:
             options.note(f"note: mode {FULL} does not use --accelerator {accelerator}")
     else:
-        options.add_accelerators(
-            engine,
-            [accelerator] if accelerator else [],
-            [] if accelerator else [recommended()],
-            reference_accelerators(model),
-        )
+        options.add_accelerator(engine, model, accelerator)
     how = decoding(engine, wanted, speculate)
     with Bar("evaluating") as bar:
         found = evaluate(engine, how, asked, limit, chat=not raw, progress=bar.to)

@@ -11,13 +11,9 @@ from multirate.cli import options
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="A folder, GGUF file, hub id or name.", show_default=False)
-    ],
-    accelerator: Annotated[
-        str, typer.Option("--accelerator", "-a", help="Its folder or hub id.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.", show_default=False)],
+    model: options.SourceModel,
+    accelerator: Annotated[str, typer.Option("--accelerator", "-a", help="Its folder or hub id.")],
+    out: Annotated[Path, typer.Option(help="Folder for the checkpoint.")],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an existing checkpoint.")
     ] = False,

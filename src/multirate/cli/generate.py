@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError, say_once
 from multirate.io import decoded, read_text
+
+if TYPE_CHECKING:
+    from multirate.decoding.logits import SamplingSettings
+    from multirate.decoding.results import GenerationOutput
+    from multirate.decoding.stopping import StopSettings
+    from multirate.engine import Engine
 
 ENDINGS = {
     "eos": "ended by the model",
@@ -22,30 +28,16 @@ ENDINGS = {
 
 def command(
     model: options.Model = None,
-    prompt: Annotated[
-        str | None, typer.Option("--prompt", "-p", help="Your prompt.", show_default=False)
-    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Your prompt.")] = None,
     prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            help="Read the prompt from a UTF-8 file (default: stdin).", show_default=False
-        ),
+        Path | None, typer.Option(help="Read the prompt from a UTF-8 file (default: stdin).")
     ] = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     method: Annotated[
         str | None,
         typer.Option(
             help="Decoding method (default: the accelerator's). Add settings after colons, as in "
-            "m2r2-carry:lookup=0.",
-            show_default=False,
+            "m2r2-carry:lookup=0."
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -55,74 +47,40 @@ def command(
             "-n",
             help="Maximum number of tokens to generate (default: from the model's "
             "generation_config, else 256).",
-            show_default=False,
         ),
     ] = None,
     temperature: Annotated[
         float | None,
         typer.Option(
             help="0 is greedy; above 0 samples (default: from the model's generation_config, else "
-            "greedy).",
-            show_default=False,
+            "greedy)."
         ),
     ] = None,
     top_k: Annotated[
-        int | None,
-        typer.Option(
-            help="Sample from the k most probable tokens; 0: all.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        int | None, options.sampling(help="Sample from the k most probable tokens; 0: all.")
     ] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            help="Sample from the smallest set with this total probability; 1: all.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Sample from the smallest set with this total probability; 1: all."),
     ] = None,
     min_p: Annotated[
         float | None,
-        typer.Option(
-            help="Drop tokens below this fraction of the top token's probability.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Drop tokens below this fraction of the top token's probability."),
     ] = None,
     repetition_penalty: Annotated[
         float | None,
-        typer.Option(
-            help="Above 1: makes tokens that already occurred less likely.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        options.sampling(help="Above 1: makes tokens that already occurred less likely."),
     ] = None,
     seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Random seed. The same seed gives the same text.",
-            show_default=False,
-            rich_help_panel=help.SAMPLING,
-        ),
+        int | None, options.sampling(help="Random seed. The same seed gives the same text.")
     ] = None,
     stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Stop at this text (repeatable).", show_default=False, rich_help_panel=help.TEXT
-        ),
+        list[str] | None, options.written(help="Stop at this text (repeatable).")
     ] = None,
-    stream: Annotated[
-        bool,
-        typer.Option(help="Print the text as it is generated.", rich_help_panel=help.TEXT),
-    ] = True,
+    stream: Annotated[bool, options.written(help="Print the text as it is generated.")] = True,
     raw: Annotated[
         bool,
-        typer.Option(
-            "--raw",
-            help="Continue the prompt as it is, without the chat template.",
-            rich_help_panel=help.TEXT,
-        ),
+        options.written("--raw", help="Continue the prompt as it is, without the chat template."),
     ] = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Print speed and draft acceptance to stderr.")
@@ -152,10 +110,7 @@ def command(
     from multirate.decoding.logits import SamplingSettings
     from multirate.engine import attach, check_mode
     from multirate.experts.named_policies import parse_bytes, policy_named
-    from multirate.loading.chat_template import encode_chat
-    from multirate.loading.hub import reference_accelerators
     from multirate.loading.names import DEFAULT
-    from multirate.methods.spec import PLAIN, recommended
     from multirate.runtime.quantised import ON_LOAD
 
     numbers = {
@@ -193,19 +148,8 @@ def command(
         and engine.experts.runtime.note
     ):
         options.note(f"note: {engine.experts.runtime.note}")
-    wanted = [method or recommended()] if method or not accelerator else []
-    options.add_accelerators(
-        engine, [accelerator] if accelerator else [], wanted, reference_accelerators(model)
-    )
-    tokenizer = loaded.tokenizer
-    ids = (
-        tokenizer(text)["input_ids"]
-        if raw
-        else encode_chat(tokenizer, [{"role": "user", "content": text}])
-    )
-    if not ids:
-        raise UserError("the prompt has no tokens: give some text")
-
+    options.add_accelerator(engine, model, accelerator, method)
+    ids = options.prompt_ids(loaded.tokenizer, text, raw)
     sampling = engine.sampling(**given)
     ending = (
         engine.stopping_after([ids], stop)
@@ -213,9 +157,30 @@ def command(
         else engine.stopping(max_new_tokens, stop)
     )
 
-    from multirate.cli.stream import printed
+    how = {"method": method, "speculate": speculate, "mode": mode, "quality": quality}
+    output = _generate(engine, ids, sampling, ending, stream, how)
+    if engine.guarantee is not None:
+        changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
+        other = changed if sampling.greedy else "sampled text"
+        options.note(f"note: {engine.guarantee.sentence(other)}")
+    if engine.notice:
+        options.note(f"note: {engine.notice}")
+    if stats:
+        _print_stats(engine, output)
 
-    printer = printed(tokenizer)
+
+def _generate(
+    engine: Engine,
+    ids: list[int],
+    sampling: SamplingSettings,
+    ending: StopSettings,
+    stream: bool,
+    how: dict[str, Any],
+) -> GenerationOutput:
+    """Generates and prints the text. how: further arguments of `Engine.generate`."""
+    from multirate.decoding.text_stream import TextStream
+
+    printer = TextStream(engine.tokenizer, lambda piece: typer.echo(piece, nl=False))
     begun = False
 
     def push(_: int, tokens: list[int]) -> None:
@@ -224,16 +189,8 @@ def command(
         printer.push(tokens)
 
     try:
-        output = engine.generate(
-            [list(ids)],
-            sampling,
-            ending,
-            method=method,
-            on_tokens=push if stream else None,
-            speculate=speculate,
-            mode=mode,
-            quality=quality,
-        )
+        on_tokens = push if stream else None
+        output = engine.generate([ids], sampling, ending, on_tokens=on_tokens, **how)
     except UserError:
         stream = stream and begun  # failed before the first token: there is no line to end
         raise
@@ -242,35 +199,34 @@ def command(
             printer.end()
             typer.echo("")
     if not stream:
-        typer.echo(tokenizer.decode(output.sequences[0], skip_special_tokens=True))
-    if engine.guarantee is not None:
-        changed = "text with penalties or forbidden tokens" if sampling.uses_context else ""
-        other = changed if sampling.greedy else "sampled text"
-        options.note(f"note: {engine.guarantee.sentence(other)}")
-    if engine.notice:
-        options.note(f"note: {engine.notice}")
-    if stats:
-        seen = output.stats
-        options.note(
-            f"{seen.tokens} tokens in {seen.seconds:.2f} s: "
-            f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
-            f"{ENDINGS[output.finish_reasons[0]]}"
-        )
-        options.note(
-            f"method {engine.used}, {engine.backend} backend, "
-            f"{options.threads_line(engine.decoder)}, weights {engine.weights}"
-        )
-        if seen.drafted:
-            drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
-            counted = f"{seen.tokens_per_step:.2f} tokens per pass"
-            options.note(f"{drafts}, {counted}")
-        elif engine.used != PLAIN:
-            options.note("no tokens were drafted")
-        if seen.exits:
-            left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
-            options.note(f"tokens by the number of layers they used: {left}")
-        if engine.experts is not None and engine.experts.runtime is not None:
-            options.note(options.expert_line(engine.experts.runtime))
+        typer.echo(engine.tokenizer.decode(output.sequences[0], skip_special_tokens=True))
+    return output
+
+
+def _print_stats(engine: Engine, output: GenerationOutput) -> None:
+    from multirate.methods.spec import PLAIN
+
+    seen = output.stats
+    options.note(
+        f"{seen.tokens} tokens in {seen.seconds:.2f} s: "
+        f"{seen.tokens / max(seen.seconds, 1e-9):.1f} tokens/s, "
+        f"{ENDINGS[output.finish_reasons[0]]}"
+    )
+    options.note(
+        f"method {engine.used}, {engine.backend} backend, "
+        f"{options.threads_line(engine.decoder)}, weights {engine.weights}"
+    )
+    if seen.drafted:
+        drafts = f"{100 * seen.acceptance:.0f}% of the drafted tokens were accepted"
+        counted = f"{seen.tokens_per_step:.2f} tokens per pass"
+        options.note(f"{drafts}, {counted}")
+    elif engine.used != PLAIN:
+        options.note("no tokens were drafted")
+    if seen.exits:
+        left = ", ".join(f"{n} after {layers}" for layers, n in sorted(seen.exits.items()))
+        options.note(f"tokens by the number of layers they used: {left}")
+    if engine.experts is not None and engine.experts.runtime is not None:
+        options.note(options.expert_line(engine.experts.runtime))
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str:

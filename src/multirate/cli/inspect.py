@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from multirate.cli import help, options
+from multirate.cli import options
 from multirate.errors import UserError
 
 PROMPT = "Why is the sky blue?"
@@ -17,43 +15,32 @@ PROMPT = "Why is the sky blue?"
 
 def command(
     model: options.Model = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="HTML file to write.", show_default=False)
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="HTML file to write.")] = None,
     accelerator: Annotated[
         str | None,
         typer.Option(
             "--accelerator",
             "-a",
             help="Also draw an accelerator's drafts and residual: its folder, hub id or name.",
-            show_default=False,
         ),
     ] = None,
     prompt: Annotated[
-        str | None,
-        typer.Option("--prompt", "-p", help=f"Your prompt (default: {PROMPT})", show_default=False),
+        str | None, typer.Option("--prompt", "-p", help=f"Your prompt (default: {PROMPT})")
     ] = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
-            "--data",
-            help="Use the prompts of this JSON or JSONL file instead (repeatable).",
-            show_default=False,
+            "--data", help="Use the prompts of this JSON or JSONL file instead (repeatable)."
         ),
     ] = None,
     limit: Annotated[
         int, typer.Option(min=1, help="Number of prompts of --data, spread evenly.")
     ] = 4,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
-    ] = 256,
+    max_new_tokens: options.MaxNewTokens = 256,
     quality: Annotated[
         float | None,
-        typer.Option(
-            help="Draw dynamic mode, at a quality target that multirate calibrate stored.",
-            show_default=False,
-            rich_help_panel=help.DYNAMIC,
+        options.dynamic(
+            help="Draw dynamic mode, at a quality target that multirate calibrate stored."
         ),
     ] = None,
     raw: Annotated[
@@ -124,30 +111,20 @@ def _prompts(
 ) -> list[list[int]]:
     """Token ids."""
     from multirate.lab.calibration.measure import read_prompts
-    from multirate.loading.chat_template import encode_chat
 
     tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions
     if data:
         room = None if positions is None else positions - max_new_tokens
         return read_prompts(data, tokenizer, room, limit)
-    text = PROMPT if prompt is None else prompt
-    ids = (
-        tokenizer(text)["input_ids"]
-        if raw
-        else encode_chat(tokenizer, [{"role": "user", "content": text}])
-    )
-    if not ids:
-        raise UserError("the prompt has no tokens: give some text")
-    return [list(ids)]
+    return [options.prompt_ids(tokenizer, PROMPT if prompt is None else prompt, raw)]
 
 
 def _facts(engine: Any, model: str, accelerator: str | None, data: list[Path]) -> dict[str, str]:
     """How the page was made."""
     from multirate import provenance
+    from multirate.lab.pages.page import facts
 
-    here = provenance.collect(engine.decoder.info.device)
     info = engine.decoder.info
-    commit = "" if here["commit"] is None else f" ({here['commit'][:12]})"
     return {
         "model": Path(model).name or model,
         "architecture": f"{info.architecture}, {info.num_layers} layers of width "
@@ -155,9 +132,5 @@ def _facts(engine: Any, model: str, accelerator: str | None, data: list[Path]) -
         f"backend {engine.backend}",
         "accelerator": "none" if accelerator is None else accelerator,
         "data": ", ".join(str(file) for file in data) or "one prompt",
-        "date": here["date"],
-        "versions": f"multirate {here['version']}{commit}, torch {here['torch']}, "
-        f"transformers {here['transformers']}, Python {here['python']}",
-        "machine": f"{here['cpu']}, {here['device']}, {here['threads']} threads",
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        **facts(provenance.collect(info.device)),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,25 +19,42 @@ if TYPE_CHECKING:
     from multirate.experts.runtime import ExpertRuntime
     from multirate.loading.hub import LoadedModel
 
+measured, sampling, written, advanced, dynamic, of_experts, of_machine = (
+    partial(typer.Option, rich_help_panel=panel)
+    for panel in (
+        help.MEASURED,
+        help.SAMPLING,
+        help.TEXT,
+        help.ADVANCED,
+        help.DYNAMIC,
+        help.EXPERTS,
+        help.MACHINE,
+    )
+)
+"""Options of a group of the help page."""
 Model = Annotated[
     str | None,
-    typer.Argument(
-        help="A folder, GGUF file, hub id, or a name such as smollm2 (the default).",
-        show_default=False,
-    ),
+    typer.Argument(help="A folder, GGUF file, hub id, or a name such as smollm2 (the default)."),
 ]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="auto (as saved), bfloat16, float16 or float32.", rich_help_panel=help.MACHINE
-    ),
+BaseModel = Annotated[
+    str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
 ]
+SourceModel = Annotated[str, typer.Argument(help="A folder, GGUF file, hub id or name.")]
+Accelerator = Annotated[
+    str | None,
+    typer.Option("--accelerator", "-a", help="A trained accelerator: its folder or hub id."),
+]
+MaxNewTokens = Annotated[
+    int,
+    typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
+Dtype = Annotated[str, of_machine(help="auto (as saved), bfloat16, float16 or float32.")]
 Weights = Annotated[
     str,
-    typer.Option(
+    of_machine(
         help="file (as in the file: GGUF formats run as they are), bf16 (a GGUF file expanded), or "
-        "q8_0, q4_0, q4_1 (any other model quantised as it is loaded).",
-        rich_help_panel=help.MACHINE,
+        "q8_0, q4_0, q4_1 (any other model quantised as it is loaded)."
     ),
 ]
 Device = Annotated[
@@ -44,53 +62,37 @@ Device = Annotated[
 ]
 Backend = Annotated[
     str,
-    typer.Option(
-        help="auto, native (the C kernel, CPU only) or hf (the layers of transformers).",
-        rich_help_panel=help.MACHINE,
-    ),
+    of_machine(help="auto, native (the C kernel, CPU only) or hf (the layers of transformers)."),
 ]
 Threads = Annotated[
     int | None,
-    typer.Option(
-        help="CPU threads (default: the fastest number, measured while decoding).",
-        show_default=False,
-        rich_help_panel=help.MACHINE,
-    ),
+    of_machine(help="CPU threads (default: the fastest number, measured while decoding)."),
 ]
 Speculate = Annotated[
-    str,
-    typer.Option(
-        help="When to draft: auto (only where it is faster), always or never.",
-        rich_help_panel=help.ADVANCED,
-    ),
+    str, advanced(help="When to draft: auto (only where it is faster), always or never.")
 ]
 
 
 Mode = Annotated[
     str,
-    typer.Option(
+    dynamic(
         help="lossless (the model's own text) or dynamic (some tokens skip layers, within the "
-        "quality target that multirate calibrate stored).",
-        rich_help_panel=help.DYNAMIC,
+        "quality target that multirate calibrate stored)."
     ),
 ]
 Quality = Annotated[
     float | None,
-    typer.Option(
+    dynamic(
         help="Quality target for --mode dynamic: the share of tokens that must match the full "
-        "model's, such as 0.99. 1 is lossless.",
-        show_default=False,
-        rich_help_panel=help.DYNAMIC,
+        "model's, such as 0.99. 1 is lossless."
     ),
 ]
 
 
 Tuned = Annotated[
     bool,
-    typer.Option(
-        "--tuned/--no-tuned",
-        help="Use the settings that multirate tune found for this machine.",
-        rich_help_panel=help.ADVANCED,
+    advanced(
+        "--tuned/--no-tuned", help="Use the settings that multirate tune found for this machine."
     ),
 ]
 
@@ -134,36 +136,20 @@ def threads_line(decoder: Any) -> str:
 
 
 Experts = Annotated[
-    Path | None,
-    typer.Option(
-        help="The model's expert store, made with multirate pack.",
-        show_default=False,
-        rich_help_panel=help.EXPERTS,
-    ),
+    Path | None, of_experts(help="The model's expert store, made with multirate pack.")
 ]
 ExpertMemory = Annotated[
-    str | None,
-    typer.Option(
-        help="Memory for experts, such as 2GB (default: enough for all).",
-        show_default=False,
-        rich_help_panel=help.EXPERTS,
-    ),
+    str | None, of_experts(help="Memory for experts, such as 2GB (default: enough for all).")
 ]
 ExpertPolicy = Annotated[
     str,
-    typer.Option(
+    of_experts(
         help="Which experts to load and keep: aot, on_demand, lru, lrfu, least_stale, "
-        "previous_token, popularity, next_layer_gate or accelerated.",
-        rich_help_panel=help.EXPERTS,
+        "previous_token, popularity, next_layer_gate or accelerated."
     ),
 ]
 ExpertPredictor = Annotated[
-    Path | None,
-    typer.Option(
-        help="A predictor made with multirate train --objective experts.",
-        show_default=False,
-        rich_help_panel=help.EXPERTS,
-    ),
+    Path | None, of_experts(help="A predictor made with multirate train --objective experts.")
 ]
 
 
@@ -233,6 +219,40 @@ def add_accelerators(
     for name, folder in own.items():
         if name in bases and name not in engine.accelerators:
             engine.add(folder, name)
+
+
+def add_accelerator(
+    engine: Engine, model: str | None, accelerator: str | None, method: str | None = None
+) -> None:
+    """Adds the given accelerator, and the model's own one of the method; without both, the model's
+    own one of the default method.
+    """
+    from multirate.loading.hub import reference_accelerators
+    from multirate.methods.spec import recommended
+
+    wanted = [method or recommended()] if method or not accelerator else []
+    given = [accelerator] if accelerator else []
+    add_accelerators(engine, given, wanted, reference_accelerators(model))
+
+
+def prompt_ids(tokenizer: Any, text: str, raw: bool = False) -> list[int]:
+    """Token ids of a user's prompt. raw: without the chat template."""
+    from multirate.loading.chat_template import encode_chat
+
+    asked = [{"role": "user", "content": text}]
+    ids = tokenizer(text)["input_ids"] if raw else encode_chat(tokenizer, asked)
+    if not ids:
+        raise UserError("the prompt has no tokens: give some text")
+    return list(ids)
+
+
+def check_json(path: Path | None) -> None:
+    """UserError for a file of results that cannot be written, or is not ours."""
+    from multirate import provenance
+    from multirate.io import check_writable
+
+    if path is not None:
+        check_writable(path, provenance.RESULTS, provenance.collected)
 
 
 def note(text: str) -> None:

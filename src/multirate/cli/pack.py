@@ -7,15 +7,14 @@ from typing import Annotated
 
 import typer
 
+from multirate.cli import options
+
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="A folder, GGUF file, hub id or name.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the store.", show_default=False)],
+    model: options.SourceModel,
+    out: Annotated[Path, typer.Option(help="Folder for the store.")],
     layout: Annotated[
-        str,
-        typer.Option(help="auto, native (for the C kernel) or module (for transformers)."),
+        str, typer.Option(help="auto, native (for the C kernel) or module (for transformers).")
     ] = "auto",
     weights: Annotated[
         str,

@@ -15,10 +15,8 @@ if TYPE_CHECKING:
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="A folder, GGUF file, hub id or name.", show_default=False)
-    ],
-    out: Annotated[Path, typer.Argument(help="The GGUF file to write.", show_default=False)],
+    model: options.SourceModel,
+    out: Annotated[Path, typer.Argument(help="The GGUF file to write.")],
     type: Annotated[
         str,
         typer.Option(

@@ -11,17 +11,14 @@ from multirate.cli import options
 
 
 def command(
-    model: Annotated[
-        str, typer.Argument(help="The base model: a folder, GGUF file, hub id or name.")
-    ],
+    model: options.BaseModel,
     data: Annotated[
         list[Path],
         typer.Option("--data", help="JSON or JSONL file of answers or texts (repeatable)."),
     ],
     out: Annotated[Path, typer.Option("--out", help="File to write.")],
     tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum number of tokens, from the first texts."),
+        int | None, typer.Option(min=1, help="Maximum number of tokens, from the first texts.")
     ] = None,
 ) -> None:
     """Prepare texts that drafts are copied from, in addition to the prompt and the output.

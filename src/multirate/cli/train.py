@@ -99,20 +99,15 @@ def command(
         ),
     ],
     more_data: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="FILE", help="More data files.", show_default=False),
+        list[Path] | None, typer.Argument(metavar="FILE", help="More data files.")
     ] = None,
     *,
-    data: Annotated[
-        list[Path],
-        typer.Option(help="JSON or JSONL file to train on (repeatable).", show_default=False),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the accelerator.", show_default=False)],
+    data: Annotated[list[Path], typer.Option(help="JSON or JSONL file to train on (repeatable).")],
+    out: Annotated[Path, typer.Option(help="Folder for the accelerator.")],
     method: Annotated[
         str | None,
         typer.Option(
-            help="Which method to train (default: m2r2-carry; multirate info lists them).",
-            show_default=False,
+            help="Which method to train (default: m2r2-carry; multirate info lists them)."
         ),
     ] = None,
     objective: Annotated[
@@ -121,10 +116,7 @@ def command(
     ] = "tokens",
     option: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A setting of the method, NAME=VALUE, such as gates=[2] (repeatable).",
-            show_default=False,
-        ),
+        typer.Option(help="A setting of the method, NAME=VALUE, such as gates=[2] (repeatable)."),
     ] = None,
     threads: options.Threads = None,
     **settings: Any,

@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multirate.cli import options
 from multirate.errors import UserError
 
+if TYPE_CHECKING:
+    from multirate.lab.bench.tune import Tried
+
 
 def command(
     model: options.Model = None,
-    accelerator: Annotated[
-        str | None,
-        typer.Option(
-            "--accelerator",
-            "-a",
-            help="A trained accelerator: its folder or hub id.",
-            show_default=False,
-        ),
-    ] = None,
+    accelerator: options.Accelerator = None,
     method: Annotated[
         str | None,
         typer.Option(
-            help="Method to tune, trained or not (default: the accelerator's, else m2r2-carry).",
-            show_default=False,
+            help="Method to tune, trained or not (default: the accelerator's, else m2r2-carry)."
         ),
     ] = None,
     data: Annotated[
         Path | None,
         typer.Option(
-            help="JSON or JSONL file of prompts, not a benchmark's (default: built-in prompts).",
-            show_default=False,
+            help="JSON or JSONL file of prompts, not a benchmark's (default: built-in prompts)."
         ),
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes to measure.")] = 5.0,
-    max_new_tokens: Annotated[
-        int,
-        typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
-    ] = 96,
+    max_new_tokens: options.MaxNewTokens = 96,
     dtype: options.Dtype = "auto",
     weights: options.Weights = "file",
     device: options.Device = "auto",
@@ -57,24 +48,18 @@ def command(
         raise UserError(f"--minutes is {minutes:g}: it must be above 0 and below 10000")
     options.set_threads(threads)
 
-    from rich.table import Table
-
     from multirate import tuned as kept
     from multirate.engine import attach
     from multirate.io import check_folder, check_writable
     from multirate.lab.bench.tune import candidates, runner, tune, tuning_prompts
-    from multirate.loading.hub import reference_accelerators
-    from multirate.methods.spec import PLAIN, all_specs, find, recommended
+    from multirate.methods.spec import PLAIN, all_specs, find
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
         candidates(find(method))  # fails before anything is loaded
     loaded = options.load(model, dtype, device, weights=weights)
     engine = attach(loaded, backend=backend)
-    wanted = [method or recommended()] if method or not accelerator else []
-    options.add_accelerators(
-        engine, [accelerator] if accelerator else [], wanted, reference_accelerators(model)
-    )
+    options.add_accelerator(engine, model, accelerator, method)
     name = method or engine.default
     if name == PLAIN:
         raise UserError("there is nothing to tune: give --accelerator FOLDER or --method NAME")
@@ -102,22 +87,7 @@ def command(
         drop=engine.drop,
         beside=[other for other, one in all_specs().items() if one.yardstick and other != name],
     )
-    compared = "".join(f"; {one.name}: {one.speed:.1f}" for one in others)
-    caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is saved."
-    table = Table(caption=caption)
-    for head in ("settings", "tokens/s", "speedup", "tokens per pass", "prompts"):
-        table.add_column(head, justify="left" if head == "settings" else "right")
-    for one in tried:
-        figures = one.figures(plain)
-        changed = one.name.partition(":")[2].replace(":", " ")
-        table.add_row(
-            changed or "(defaults)",
-            f"{one.speed:.1f}",
-            f"{figures['speedup']:.2f}x",
-            f"{figures['tokens_per_step']:.2f}",
-            str(one.prompts),
-        )
-    options.console().print(table)
+    options.console().print(_table(plain, others, tried))
     kept.store(
         path,
         kept.Tuned(
@@ -138,3 +108,24 @@ def command(
                 f"note: {one.name} is faster here and needs no training: --method {one.name}"
             )
     typer.echo(str(path))
+
+
+def _table(plain: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> Any:
+    from rich.table import Table
+
+    compared = "".join(f"; {one.name}: {one.speed:.1f}" for one in others)
+    caption = f"Plain decoding: {plain.speed:.1f} tokens/s{compared}. The first row is saved."
+    table = Table(caption=caption)
+    for head in ("settings", "tokens/s", "speedup", "tokens per pass", "prompts"):
+        table.add_column(head, justify="left" if head == "settings" else "right")
+    for one in tried:
+        figures = one.figures(plain)
+        changed = one.name.partition(":")[2].replace(":", " ")
+        table.add_row(
+            changed or "(defaults)",
+            f"{one.speed:.1f}",
+            f"{figures['speedup']:.2f}x",
+            f"{figures['tokens_per_step']:.2f}",
+            str(one.prompts),
+        )
+    return table

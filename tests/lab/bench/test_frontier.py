@@ -10,7 +10,7 @@ from rich.console import Console
 from multirate.engine import attach
 from multirate.errors import UserError
 from multirate.lab.bench import frontier
-from multirate.lab.bench.runner import Row
+from multirate.lab.bench.rows import Row
 from multirate.loading.hub import reference_accelerators
 from multirate.methods import spec
 

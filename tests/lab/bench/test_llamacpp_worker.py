@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 from loading.gguf import tiny_files
 
-import multirate.lab.bench.rivals
+import multirate.lab.bench.baselines
 
-WORKER = Path(multirate.lab.bench.rivals.__file__).with_name("llamacpp_worker.py")
+WORKER = Path(multirate.lab.bench.baselines.__file__).with_name("llamacpp_worker.py")
 
 
 @pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None,
-    reason="llama-cpp-python is not installed: pip install 'multirate[rivals]'",
+    reason="llama-cpp-python is not installed: pip install 'multirate[baselines]'",
 )
 def test_prompt_lookup_says_the_same_in_long_texts(tmp_path: Path) -> None:
     model = str(tiny_files.write(tmp_path / "tiny.gguf"))

@@ -11,17 +11,8 @@ from multirate.errors import UserError
 from multirate.lab.bench import report
 from multirate.lab.bench.divergence import Judge, first_difference
 from multirate.lab.bench.prompts import Prompt
-from multirate.lab.bench.runner import (
-    Answer,
-    Measurements,
-    MethodRun,
-    Sample,
-    Scoring,
-    baseline,
-    batches,
-    measure,
-    summarise,
-)
+from multirate.lab.bench.rows import Scoring, reference_row, summarise
+from multirate.lab.bench.runner import Answer, Measurements, MethodRun, Sample, batches, measure
 
 PROMPTS = [Prompt(str(i), [10 + i, 20, 30]) for i in range(4)]
 
@@ -125,14 +116,14 @@ def test_rows(model: torch.nn.Module, truth: dict) -> None:
     assert (rows["fast"].identical, rows["fast"].near_ties, rows["fast"].diverged) == (4, 0, 0)
 
 
-def test_speedup_is_against_the_faster_baseline(model: torch.nn.Module, truth: dict) -> None:
+def test_speedup_is_against_the_faster_reference(model: torch.nn.Module, truth: dict) -> None:
     right = [truth[tuple(p.tokens)] for p in PROMPTS]
     runs = recorded(
         {"generate": right, "autoregressive": right, "fast": right},
         {"generate": [1.0], "autoregressive": [2.0], "fast": [0.5]},
     )
     rows = summarise(runs, Judge(model))
-    against = baseline(rows)
+    against = reference_row(rows)
     assert against is not None and against.method == "generate"
     assert rows[2].speedup == pytest.approx(2.0)
     assert "compared with generate" in (report.table(rows).caption or "")

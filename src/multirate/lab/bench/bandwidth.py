@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from multirate.lab.bench.runner import Row
+from multirate.lab.bench.rows import Row
 from multirate.methods.spec import PLAIN
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.quantised import weight_bytes, weight_of

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
 
@@ -33,10 +33,6 @@ class Divergence:
     answer: int | None
     gap: float | None = None
     bound: float | None = None
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return asdict(self)
 
 
 def first_difference(reference: Sequence[int], answer: Sequence[int]) -> int | None:

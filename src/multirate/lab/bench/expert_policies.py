@@ -7,8 +7,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.engine import PLAIN, Engine
@@ -66,10 +65,6 @@ class ExpertRow:
     speedup: float | None = None
     total_speedup: float | None = None
     seconds_per_repeat: list[float] = field(default_factory=list)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return asdict(self)
 
 
 @dataclass

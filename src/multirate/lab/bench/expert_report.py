@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +11,46 @@ from rich.table import Table
 
 from multirate.experts.stats import Event
 from multirate.lab.bench.expert_policies import RESIDENT, ExpertRow, ExpertRun
-from multirate.lab.pages.page import MARK
+from multirate.lab.pages import page as pages
 
-_LANES = {"compute": 0, "predict": 0, "stall": 0, "demand": 1, "speculative": 2}
-_COLOURS = {
-    "compute": "#2f6f4f",
-    "predict": "#8a6d1d",
-    "stall": "#c9cdd2",
-    "demand": "#b3392f",
-    "speculative": "#2b5c9e",
-}
-_WORDS = {
-    "compute": "computing",
-    "predict": "predicting",
-    "stall": "waiting for a read",
-    "demand": "reading on demand",
-    "speculative": "prefetching",
+_FACTS = ("model", "suite", "prompts", "max_new_tokens", "reads")
+_HEADS = (
+    "method",
+    "tokens/s",
+    "speedup",
+    "upper bound",
+    "with prompts",
+    "hit rate",
+    "prefetched",
+    "used",
+    "layers ahead",
+    "late",
+    "unused",
+    "MB/token",
+    "waiting ms",
+    "predictor ms",
+    "first token ms",
+    "same text",
+)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the timeline shows a kind of event: lanes are of computing, of the reads that it waits
+    for, and of prefetches.
+    """
+
+    words: str
+    lane: int
+    colour: str
+
+
+_KINDS = {
+    "compute": Kind("computing", 0, "#2f6f4f"),
+    "predict": Kind("predicting", 0, "#8a6d1d"),
+    "stall": Kind("waiting for a read", 0, "#c9cdd2"),
+    "demand": Kind("reading on demand", 1, "#b3392f"),
+    "speculative": Kind("prefetching", 2, "#2b5c9e"),
 }
 
 
@@ -101,41 +124,19 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
     """A self-contained HTML page: a table per budget, measured speedup beside the bound, a token's
     timeline per policy.
     """
-    tables = "".join(
-        f"<h2>{size(budget)} for experts</h2>{_table(rows)}" for budget, rows in run.budgets
-    )
     longest = max((e.end for events in run.timelines.values() for e in events), default=0.0)
-    pictures = "".join(
-        f"<figure><figcaption>{html.escape(name)}</figcaption>{_picture(events, longest)}</figure>"
-        for name, events in run.timelines.items()
-    )
-    legend = "".join(
-        f'<span><i style="background:{_COLOURS[kind]}"></i>{word}</span>'
-        for kind, word in _WORDS.items()
-    )
-    facts = ", ".join(
-        f"{key}: {html.escape(str(content[key]))}"
-        for key in (
-            "model",
-            "suite",
-            "prompts",
-            "max_new_tokens",
-            "cpu",
-            "threads",
-            "date",
-            "version",
-            "commit",
-            "reads",
-        )
-        if content.get(key) is not None
-    )
-    return _PAGE.format(
-        mark=MARK,
-        tables=tables,
-        pictures=pictures,
-        legend=legend,
-        facts=facts,
-        scale=f"{1e3 * longest:.2f}" if longest else "0",
+    return pages.render(
+        "multirate.lab.bench",
+        "experts.html.jinja",
+        "report.css",
+        title="Experts loaded from disk",
+        lead=[],
+        heads=_HEADS,
+        tables=[(size(budget), [_cells(rows, r) for r in rows]) for budget, rows in run.budgets],
+        kinds=_KINDS,
+        timelines={name: _bars(events, longest) for name, events in run.timelines.items()},
+        scale=f"{1e3 * longest:.2f}",
+        facts={**{key: content[key] for key in _FACTS}, **pages.facts(content)},
     )
 
 
@@ -146,113 +147,36 @@ def size(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count < 10**9 else f"{count / 1e9:.2f} GB"
 
 
-def _table(rows: Sequence[ExpertRow]) -> str:
-    heads = (
-        "method",
-        "tokens/s",
-        "speedup",
-        "upper bound",
-        "with prompts",
-        "hit rate",
-        "prefetched",
-        "used",
-        "layers ahead",
-        "late",
-        "unused",
-        "MB/token",
-        "waiting ms",
-        "predictor ms",
-        "first token ms",
-        "same text",
-    )
-    lines = []
-    for row in rows:
-        at_most = arithmetic(rows, row)
-        values = (
-            row.method,
-            f"{row.tokens_per_second:.1f}",
-            "–" if row.speedup is None else f"{row.speedup:.2f}×",
-            "–" if at_most is None or row.method == RESIDENT else f"{at_most.bound:.2f}×",
-            "–" if row.total_speedup is None else f"{row.total_speedup:.2f}×",
-            f"{100 * row.hit_rate:.0f}%",
-            f"{100 * row.prefetch_recall:.0f}%",
-            f"{100 * row.prefetch_precision:.0f}%",
-            "–" if row.depth is None else str(row.depth),
-            str(row.late),
-            str(row.wasted),
-            f"{row.bytes_per_token / 1e6:.2f}",
-            f"{row.stall_ms:.2f}",
-            f"{row.predictor_ms:.2f}",
-            f"{row.first_token_ms:.0f}",
-            "yes" if row.identical else "WRONG",
-        )
-        lines.append(
-            "<tr>" + "".join(f"<td>{html.escape(value)}</td>" for value in values) + "</tr>"
-        )
-    head = "".join(f"<th>{name}</th>" for name in heads)
+def _cells(rows: Sequence[ExpertRow], row: ExpertRow) -> tuple[str, ...]:
+    at_most = arithmetic(rows, row)
     return (
-        "<div "
-        f'class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        row.method,
+        f"{row.tokens_per_second:.1f}",
+        "–" if row.speedup is None else f"{row.speedup:.2f}×",
+        "–" if at_most is None or row.method == RESIDENT else f"{at_most.bound:.2f}×",
+        "–" if row.total_speedup is None else f"{row.total_speedup:.2f}×",
+        f"{100 * row.hit_rate:.0f}%",
+        f"{100 * row.prefetch_recall:.0f}%",
+        f"{100 * row.prefetch_precision:.0f}%",
+        "–" if row.depth is None else str(row.depth),
+        str(row.late),
+        str(row.wasted),
+        f"{row.bytes_per_token / 1e6:.2f}",
+        f"{row.stall_ms:.2f}",
+        f"{row.predictor_ms:.2f}",
+        f"{row.first_token_ms:.0f}",
+        "yes" if row.identical else "WRONG",
     )
 
 
-def _picture(events: Sequence[Event], longest: float) -> str:
-    """Three lanes of bars (compute, demand reads, reads ahead) over one token, an SVG that scales
-    with the page.
-    """
-    width, lane = 1000, 26
-    scale = width / longest if longest else 0.0
+def _bars(events: Sequence[Event], longest: float) -> list[dict[str, Any]]:
+    """What the timeline draws, 1000 wide. Waiting comes first, below what happens in it."""
+    scale = 1000 / longest if longest else 0.0
     bars = []
-    for event in sorted(
-        events, key=lambda e: e.kind != "stall"
-    ):  # waiting is drawn below what happens in it
-        x, w = event.begin * scale, max((event.end - event.begin) * scale, 0.8)
-        what = f"{_WORDS[event.kind]}, layer {event.row}" + (
-            f", expert {event.expert}" if event.expert >= 0 else ""
-        )
-        bars.append(
-            f'<rect x="{x:.1f}" y="{_LANES[event.kind] * lane + 3}" width="{w:.1f}" '
-            f'height="{lane - 6}" '
-            f'fill="{_COLOURS[event.kind]}"><title>{what}: {1e3 * (event.end - event.begin):.3f} '
-            "ms</title></rect>"
-        )
-    lines = "".join(
-        f'<line x1="0" x2="{width}" y1="{y}" y2="{y}" stroke="#e3e5e8"/>' for y in (lane, 2 * lane)
-    )
-    return (
-        f'<svg viewBox="0 0 {width} {3 * lane}" preserveAspectRatio="none" '
-        f'role="img">{lines}{"".join(bars)}</svg>'
-    )
-
-
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">{mark}<meta name="viewport" content="width=device-width,
-initial-scale=1">
-<title>Expert loading</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; color: #1d2126; background: #fff; margin: 0 auto;
-max-width: 84rem;
-padding: 1rem; }}
-h1 {{ font-size: 1.5rem; }} h2 {{ font-size: 1.1rem; margin-top: 2rem; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; white-space: nowrap; font-size:
-0.78rem; }}
-th, td {{ text-align: right; padding: 0.3rem 0.4rem; border-bottom: 1px solid #e3e5e8; }}
-th:first-child, td:first-child {{ text-align: left; }}
-figure {{ margin: 1rem 0; }} figcaption {{ font-weight: 600; font-size: 0.9rem; }}
-svg {{ width: 100%; height: 5.2rem; border: 1px solid #e3e5e8; display: block; }}
-.legend span {{ display: inline-block; margin-right: 1rem; }}
-.legend i {{ display: inline-block; width: 0.8rem; height: 0.8rem; margin-right: 0.35rem;
-vertical-align: -0.1rem; }}
-.facts {{ color: #5a626b; font-size: 0.85rem; overflow-wrap: anywhere; }}
-</style></head><body>
-<h1>Experts loaded from disk: policies compared on the same tokens</h1>
-<p class="facts">{facts}</p>{tables}
-<p>All columns except “with prompts” and “first token ms” leave out the first token. Speedups are
-compared with on_demand. Upper bound: the largest speedup that the hit rate and the prefetches
-allow, computed from the resident and on_demand rows (docs/experts.md). Layers ahead: how many
-layers ahead experts were predicted at the end of the run.</p>
-<h2>One token, at the first memory budget</h2>
-<p>Upper lane: the compute thread (white: attention and all else). Middle lane: reads it waits for.
-Lower lane: prefetches. All pictures have the same scale and are {scale} ms wide.</p><p
-class="legend">{legend}</p>{pictures}
-</body></html>
-"""
+    for event in sorted(events, key=lambda e: e.kind != "stall"):
+        kind, seconds = _KINDS[event.kind], event.end - event.begin
+        which = f", expert {event.expert}" if event.expert >= 0 else ""
+        label = f"{kind.words}, layer {event.row}{which}: {1e3 * seconds:.3f} ms"
+        width = max(seconds * scale, 0.8)
+        bars.append({"kind": kind, "x": event.begin * scale, "width": width, "label": label})
+    return bars

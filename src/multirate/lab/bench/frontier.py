@@ -9,14 +9,14 @@ look better than they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
 
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.lab.bench.runner import Row
+from multirate.lab.bench.rows import Row
 from multirate.lab.calibration.repetition import MOST_LOOPING
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, DynamicMode
@@ -40,10 +40,6 @@ class Best:
     kept: float
     speedup: float
     lossless: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """The fields, JSON-ready."""
-        return asdict(self)
 
 
 def settings_of(engine: Engine, points: int = POINTS) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from multirate.decoding.speculate.budget import StepCosts
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.lab.bench.runner import Row
+from multirate.lab.bench.rows import Row
 from multirate.training.checkpoint import Accelerator
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from multirate.lab.bench.runner import Row, baseline
+from multirate.lab.bench.rows import Row, reference_row
 from multirate.methods.spec import PLAIN
 
 
 def table(rows: Sequence[Row], title: str | None = None) -> Table:
     """The rows for a terminal. A row with wrong answers shows no speedup."""
-    against = baseline(rows)
+    against = reference_row(rows)
     result = Table(
         title=title,
         title_justify="left",
@@ -113,10 +114,10 @@ def bandwidth_line(read: float, share: float | None) -> str:
 
 def document(provenance: dict[str, Any], rows: Sequence[Row], **settings: Any) -> dict[str, Any]:
     """The JSON of a run: provenance and settings at the top level, then `baseline` and `rows`."""
-    against = baseline(rows)
+    against = reference_row(rows)
     return {
         **provenance,
         **settings,
         "baseline": None if against is None else against.method,
-        "rows": [row.as_dict() for row in rows],
+        "rows": [asdict(row) for row in rows],
     }

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from multirate.lab.pages.figures import INKS, Figure, svg
+from multirate.lab.pages.figures import INKS, Figure, bars_of, legend_below, svg
 from multirate.methods.spec import PLAIN
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c6bb1", "#999999")
@@ -66,17 +67,6 @@ def _names(row: Mapping[str, Any]) -> str:
     return f"{name}\n{settings}" if settings else name
 
 
-def _bars(axes: Any, rows: Rows) -> list[int]:
-    """Puts rows on the vertical axis, the first on top → their positions."""
-    places = list(range(len(rows)))
-    axes.set_yticks(places, [_names(row) for row in rows])
-    axes.invert_yaxis()
-    axes.grid(visible=True, axis="x")
-    axes.grid(visible=False, axis="y")
-    axes.tick_params(axis="y", length=0)
-    return places
-
-
 def _height(rows: Rows) -> float:
     return max(2.2, 0.9 + ROW_HEIGHT * sum(1 + 0.45 * _names(r).count("\n") for r in rows))
 
@@ -85,27 +75,23 @@ def _speedups(content: Content, rows: Rows) -> Figure:
     against, best = content["baseline"], fastest(content)
 
     def draw(axes: Any) -> None:
-        places = _bars(axes, rows)
-        for place, row in zip(places, rows, strict=True):
-            value, half = row["speedup"], row["speedup"] * row["spread"] / 2
-            axes.barh(
-                place,
-                value,
-                height=0.7,
-                color=INKS["fast" if row is best else "slow"],
-                alpha=1.0 if row["lossless"] else 0.55,
-                xerr=half if half else None,
-                error_kw={"ecolor": INKS["ink"], "elinewidth": 1.2, "capsize": 3},
-            )
-            axes.annotate(
-                f"{value:.2f}x",
-                (value + half, place),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                color=INKS["ink"],
-                bbox={"facecolor": INKS["page"], "edgecolor": "none", "pad": 1.5},
-            )
+        bars = axes.barh(
+            bars_of(axes, [_names(row) for row in rows]),
+            [row["speedup"] for row in rows],
+            height=0.7,
+            color=[
+                (INKS["fast" if row is best else "slow"], 1.0 if row["lossless"] else 0.55)
+                for row in rows
+            ],
+            xerr=[row["speedup"] * row["spread"] / 2 or math.nan for row in rows],
+            error_kw={"ecolor": INKS["ink"], "elinewidth": 1.2, "capsize": 3},
+        )
+        axes.bar_label(
+            bars,
+            [f"{row['speedup']:.2f}x" for row in rows],
+            padding=6,
+            bbox={"facecolor": INKS["page"], "edgecolor": "none", "pad": 1.5},
+        )
         axes.axvline(1.0, color=INKS["ink"], linewidth=1)
         axes.set_xlim(0, 1.2 * max(row["speedup"] * (1 + row["spread"] / 2) for row in rows))
         axes.set_xlabel(f"speedup over {against}")
@@ -164,7 +150,7 @@ def _steps(content: Content, rows: Rows) -> Figure:
             axis.set_major_formatter("{x:g}")
         axes.set_xlabel("cost of a step, in plain steps")
         axes.set_ylabel("tokens per pass")
-        _below(axes)
+        legend_below(axes)
 
     return Figure(
         "Tokens per pass and cost of a step",
@@ -194,21 +180,14 @@ def _acceptance(rows: Rows) -> Figure:
 
     def draw(axes: Any) -> None:
         for number, share in enumerate(shares):
-            places = range(1, len(share) + 1)
-            axes.plot(
-                places,
-                [100 * value for value in share],
-                linewidth=1.8,
-                markersize=5,
-                label=_label(rows[number]),
-                **_style(number),
-            )
+            places, values = range(1, len(share) + 1), [100 * value for value in share]
+            axes.plot(places, values, markersize=5, label=_label(rows[number]), **_style(number))
         longest = max((len(share) for share in shares), default=0)
         axes.set_xticks(range(1, longest + 1, max(1, longest // 8)))
         axes.set_ylim(0, 103)
         axes.set_xlabel("position in the draft")
         axes.set_ylabel("accepted (%)")
-        _below(axes)
+        legend_below(axes)
 
     return Figure(
         "Acceptance by position in the draft",
@@ -289,14 +268,14 @@ def _stacked(
     ]
 
     def draw(axes: Any) -> None:
-        places = _bars(axes, rows)
+        places = bars_of(axes, [_names(row) for row in rows])
         begin = [0.0] * len(rows)
         for kind, (name, ink) in enumerate(kinds):
             values = [part[kind] for part in shares]
             axes.barh(places, values, left=begin, height=0.7, color=ink, label=name)
             begin = [a + b for a, b in zip(begin, values, strict=True)]
         axes.set_xlabel("milliseconds per token")
-        _below(axes)
+        legend_below(axes)
 
     return Figure(
         "Where a token's time goes",
@@ -322,18 +301,6 @@ def _style(number: int) -> dict[str, str]:
         "marker": MARKERS[(number // len(COLOURS) + number) % len(MARKERS)],
         "markeredgecolor": INKS["ink"],
     }
-
-
-def _below(axes: Any) -> None:
-    """A legend below the axis label, for which the layout makes room."""
-    axes.figure.legend(
-        loc="outside lower left",
-        ncols=1,
-        frameon=False,
-        labelcolor=INKS["ink"],
-        fontsize=10,
-        borderaxespad=0.2,
-    )
 
 
 def _with_legend(rows: Rows) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +31,10 @@ class Shade:
 
 
 def check(folder: Path) -> None:
-    """UserError if the folder cannot be written or has other files of these names."""
+    """UserError if the folder cannot be written or has other files of these names, or if a package
+    that draws the page is not installed.
+    """
+    page.check_installed()
     check_folder(folder)
     if folder.is_dir():
         check_writable(folder / JSON, provenance.RESULTS, provenance.collected)
@@ -50,7 +52,6 @@ def write(folder: Path, content: Mapping[str, Any]) -> Path:
 
 def render(content: Mapping[str, Any]) -> str:
     """The page of a run's JSON. UserError if a package that draws it is not installed."""
-    page.check_installed()
     rows, kinds = content["rows"], _kinds(content)
     return page.render(
         "multirate.lab.bench",
@@ -60,7 +61,7 @@ def render(content: Mapping[str, Any]) -> str:
         lead=_lead(content),
         heads=HEADS,
         rows=[_cells(content, row) for row in rows],
-        figures=figures(content),
+        drawn=figures(content),
         kinds=kinds,
         by_kind=[
             (row["method"], [_shade(row, kind, rate) for kind, rate in kinds.items()])
@@ -198,24 +199,17 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
 
 def _facts(content: Mapping[str, Any]) -> dict[str, str]:
     """How the run was made."""
-    others = content.get("other_processes_used", 0)
-    commit = "" if content.get("commit") is None else f" ({str(content['commit'])[:12]})"
-    argv: Sequence[str] = content["argv"]
+    made, others = page.facts(content), content.get("other_processes_used", 0)
     loops: Sequence[str] | None = content.get("loops")
-    return {
-        "machine": f"{content.get('cpu', '')}, {content['device']}, {content['threads']} threads, "
-        f"{content['read_bandwidth_bytes_per_second'] / 1e9:.1f} GB/s memory bandwidth"
-        + (
-            f"; other processes used {others:.1f} processors during the run"
-            if others > NOTABLE
-            else ""
-        ),
-        "date": str(content["date"]),
-        "versions": f"multirate {content['version']}{commit}, torch {content['torch']}, "
-        f"transformers {content['transformers']}, Python {content['python']}, "
-        f"backend {content['backend']}",
-        "questions": f"{content['prompts']} prompts of {Path(content['data']).name}, up to "
+    bandwidth = content["read_bandwidth_bytes_per_second"] / 1e9
+    made["machine"] += f", {bandwidth:.1f} GB/s memory bandwidth"
+    if others > NOTABLE:
+        made["machine"] += f"; other processes used {others:.1f} processors during the run"
+    made["versions"] += f", backend {content['backend']}"
+    questions = (
+        f"{content['prompts']} prompts of {Path(content['data']).name}, up to "
         f"{content['max_new_tokens']} new tokens each, {content['repeats']} measured repeats"
-        + (f"; {len(loops)} more were left out because they repeat in loops" if loops else ""),
-        "command": shlex.join([Path(argv[0]).name, *argv[1:]]),
-    }
+    )
+    if loops:
+        questions += f"; {len(loops)} more were left out because they repeat in loops"
+    return {"questions": questions, **made}

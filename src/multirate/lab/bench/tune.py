@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,7 +128,7 @@ def tune(
     tried = [Tried(write_variant(name, chosen), dict(chosen)) for chosen in choices]
     left = list(tried)
     rounds = max(1, math.ceil(math.log2(len(tried))))
-    queue = _in_turn(prompts)
+    queue = itertools.cycle(prompts)
     begin = clock()
     for one in (*others, *left):
         run(one.name, prompts[0], _WARM_UP)
@@ -158,10 +158,6 @@ def tune(
     best = left[0] if left[0].speed > _WORTH * tried[0].speed else tried[0]
     tried.sort(key=lambda one: (one is not best, -one.rounds, -one.speed))
     return best, others, tried
-
-
-def _in_turn(prompts: Sequence[list[int]]) -> Iterator[list[int]]:
-    return itertools.cycle(prompts)
 
 
 def runner(

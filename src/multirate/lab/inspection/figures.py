@@ -11,8 +11,9 @@ from multirate.lab.inspection.colourings import FEW, Category, Colouring
 from multirate.lab.inspection.inspect import Inspection
 from multirate.lab.inspection.residuals import Quartiles
 from multirate.lab.inspection.text_pass import TextValues
-from multirate.lab.pages.figures import INKS, Figure, legend, svg
+from multirate.lab.pages.figures import INKS, Figure, legend_above, svg
 
+DASHED = (0, (4, 1.5))
 COPIED = "#cc79a7"
 """Colour of tokens that needed no layer. The others use viridis by depth; early ones are bright."""
 
@@ -86,12 +87,8 @@ def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
             linewidth=0.6,
         )
         if len(counts) <= FEW:
-            axes.bar_label(
-                bars,
-                [f"{count} ({count / total:.0%})" for count in counts],
-                color=INKS["ink"],
-                padding=2,
-            )
+            labels = [f"{count} ({count / total:.0%})" for count in counts]
+            axes.bar_label(bars, labels, padding=2)
             axes.set_xticks(places, [one.tick for one in colouring.categories])
             axes.set_xlim(-0.6, max(len(counts), 2) - 0.4)
         else:
@@ -150,29 +147,20 @@ def _by_layer(
 
 def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
     layers = range(len(values.alignment))
-    spread = Quartiles.of(values.alignment)
-    rows = [["plain", *row] for row in _quartile_rows(layers, spread)]
-    for one in values.intervals:
-        passed = Quartiles.of(one.alignment)
-        read = Quartiles.of(one.read_alignment[None])
-        rows += [
-            ["accelerated", *row] for row in _quartile_rows(range(one.start, one.gate + 1), passed)
-        ]
-        rows += [["read at the gate", *row] for row in _quartile_rows([one.gate], read)]
+    plain = Quartiles.of(values.alignment)
+    passed = [Quartiles.of(one.alignment) for one in values.intervals]
+    read = [Quartiles.of(one.read_alignment[None]) for one in values.intervals]
+    rows = [["plain", *row] for row in _quartile_rows(layers, plain)]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        on_the_way = _quartile_rows(range(one.start, one.gate + 1), states)
+        rows += [["accelerated", *row] for row in on_the_way]
+        rows += [["read at the gate", *row] for row in _quartile_rows([one.gate], here)]
 
     def draw(axes: Any) -> None:
-        _band(axes, layers, spread, "slow", "plain residual")
-        for number, one in enumerate(values.intervals):
-            passed = Quartiles.of(one.alignment)
-            name = None if number else "accelerated residual"
-            _band(axes, range(one.start, one.gate + 1), passed, "fast", name)
-            read = Quartiles.of(one.read_alignment[None])
-            here = [passed.median[-1], read.median[0]]
-            _gate(axes, one.gate, here, None if number else "read at a gate")
-        _layer_axis(axes, layers)
+        _streams(axes, layers, plain, values, passed, [here.median[0] for here in read])
         axes.set_ylabel("cosine with the final residual")
         if values.intervals:
-            legend(axes)
+            legend_above(axes)
 
     fast = (
         " Orange: the accelerated residual, which starts again at every gate. Diamonds: what the "
@@ -193,32 +181,25 @@ def _alignment(inspection: Inspection, values: TextValues, tokens: str) -> Figur
 
 def _agreement(inspection: Inspection, values: TextValues, tokens: str) -> Figure:
     layers = range(1, len(values.agrees) + 1)
-    share = values.agrees.mean(axis=1)
-    rows = [["plain", str(i), f"{one:.1%}"] for i, one in zip(layers, share, strict=True)]
-    for one in values.intervals:
-        rows += [
-            ["accelerated", str(one.start + k), f"{value:.1%}"]
-            for k, value in enumerate(one.agrees.mean(axis=1))
-        ]
-        rows.append(["read at the gate", str(one.gate), f"{one.read_agrees.mean():.1%}"])
+
+    def shares(agrees: np.ndarray) -> Quartiles:
+        percent = (100 * agrees.mean(axis=-1)).tolist()
+        return Quartiles(percent, percent, percent)
+
+    plain = shares(values.agrees)
+    passed = [shares(one.agrees) for one in values.intervals]
+    read = [100 * float(one.read_agrees.mean()) for one in values.intervals]
+    rows = [["plain", str(i), f"{one:.1f}%"] for i, one in zip(layers, plain.median, strict=True)]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        for layer, share in enumerate(states.median, start=one.start):
+            rows.append(["accelerated", str(layer), f"{share:.1f}%"])
+        rows.append(["read at the gate", str(one.gate), f"{here:.1f}%"])
 
     def draw(axes: Any) -> None:
-        axes.plot(layers, 100 * share, color=INKS["slow"], linewidth=2, label="plain residual")
-        for number, one in enumerate(values.intervals):
-            axes.plot(
-                range(one.start, one.gate + 1),
-                100 * one.agrees.mean(axis=1),
-                color=INKS["fast"],
-                linewidth=2,
-                linestyle=(0, (4, 1.5)),
-                label=None if number else "accelerated residual",
-            )
-            here = [100 * float(one.agrees[-1].mean()), 100 * float(one.read_agrees.mean())]
-            _gate(axes, one.gate, here, None if number else "read at a gate")
-        _layer_axis(axes, range(0, layers[-1] + 1) if values.intervals else layers)
+        _streams(axes, layers, plain, values, passed, read)
         axes.set_ylim(-3, 103)
         axes.set_ylabel("tokens that agree (%)")
-        legend(axes)
+        legend_above(axes)
 
     return Figure(
         "Agreement of the early exit",
@@ -252,19 +233,31 @@ def _band(
     """Median and quartiles. The accelerated residual's line is dashed: colour is not all that tells
     it.
     """
-    style: Any = "-" if ink == "slow" else (0, (4, 1.5))
-    few = len(layers) <= 8
+    drawn: Any = {"color": INKS[ink], "linestyle": "-" if ink == "slow" else DASHED}
+    if len(layers) <= 8:
+        drawn |= {"marker": "o", "markersize": 4}
     axes.fill_between(layers, spread.lower, spread.upper, color=INKS[ink], alpha=0.22, linewidth=0)
-    axes.plot(
-        layers,
-        spread.median,
-        color=INKS[ink],
-        linewidth=2,
-        linestyle=style,
-        marker="o" if few else None,
-        markersize=4,
-        label=label,
-    )
+    axes.plot(layers, spread.median, label=label, **drawn)
+
+
+def _streams(
+    axes: Any,
+    layers: range,
+    plain: Quartiles,
+    values: TextValues,
+    passed: Sequence[Quartiles],
+    read: Sequence[float],
+) -> None:
+    """The plain residual's values, and of each interval the accelerated one's and what the head
+    reads at its gate.
+    """
+    _band(axes, layers, plain, "slow", "plain residual")
+    labels = ["accelerated residual", "read at a gate"]
+    for one, states, here in zip(values.intervals, passed, read, strict=True):
+        _band(axes, range(one.start, one.gate + 1), states, "fast", labels[0] or None)
+        _gate(axes, one.gate, [states.median[-1], here], labels[1] or None)
+        labels = ["", ""]  # one entry of the legend for all intervals
+    _layer_axis(axes, range(layers[-1] + 1) if values.intervals else layers)
 
 
 def _gate(axes: Any, gate: int, values: Sequence[float], label: str | None) -> None:

@@ -5,7 +5,8 @@ say of them there.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -87,6 +88,9 @@ class TextValues:
         return found
 
 
+V = TypeVar("V", TextValues, IntervalValues)
+
+
 @own_modes()
 def read_text(
     decoder: Decoder,
@@ -127,34 +131,20 @@ def read_text(
 
 def join(parts: Sequence[TextValues]) -> TextValues:
     """Several texts' or chunks' rows, one after the other."""
-
-    def along(name: str) -> np.ndarray:
-        return np.concatenate([getattr(part, name) for part in parts], axis=-1)
-
-    return TextValues(
-        along("velocity"),
-        along("residual_direction"),
-        along("change_direction"),
-        along("alignment"),
-        along("agrees"),
-        [said for part in parts for said in part.said],
-        [_join(pieces) for pieces in zip(*(part.intervals for part in parts), strict=True)],
-    )
+    intervals = zip(*(part.intervals for part in parts), strict=True)
+    return replace(_side_by_side(parts), intervals=[_side_by_side(each) for each in intervals])
 
 
-def _join(pieces: Sequence[IntervalValues]) -> IntervalValues:
-    def along(name: str) -> np.ndarray:
-        return np.concatenate([getattr(piece, name) for piece in pieces], axis=-1)
-
-    return IntervalValues(
-        pieces[0].start,
-        pieces[0].gate,
-        along("alignment"),
-        along("agrees"),
-        along("read_alignment"),
-        along("read_agrees"),
-        [said for piece in pieces for said in piece.said],
-    )
+def _side_by_side(parts: Sequence[V]) -> V:
+    """The first, with the arrays and lists of all of them."""
+    joined: dict[str, Any] = {}
+    for each in fields(parts[0]):
+        values = [getattr(part, each.name) for part in parts]
+        if isinstance(values[0], np.ndarray):
+            joined[each.name] = np.concatenate(values, axis=-1)
+        elif isinstance(values[0], list):
+            joined[each.name] = [one for value in values for one in value]
+    return replace(parts[0], **joined)
 
 
 def _values(
@@ -164,12 +154,13 @@ def _values(
     final = states[-1]
     logits = decoder.logits(final)
     target = logits.argmax(dim=-1)
+    all_agree = np.ones(len(target), np.bool_)
     return TextValues(
         measures.velocity(states).cpu().numpy(),
         measures.residual_direction(states).cpu().numpy(),
         measures.change_direction(states).cpu().numpy(),
         measures.alignment(states, final).cpu().numpy(),
-        np.stack([*(_agrees(decoder, state, target) for state in states[1:-1]), _all(target)]),
+        np.stack([*(_agrees(decoder, state, target) for state in states[1:-1]), all_agree]),
         _said(logits, {}),
         [_interval_values(decoder, one, wanted, final, target) for one in intervals],
     )
@@ -194,10 +185,6 @@ def _interval_values(
 def _agrees(decoder: Decoder, state: Tensor, target: Tensor) -> np.ndarray:
     agrees: np.ndarray = (decoder.logits(state).argmax(dim=-1) == target).cpu().numpy()
     return agrees
-
-
-def _all(target: Tensor) -> np.ndarray:
-    return np.ones(len(target), np.bool_)
 
 
 def _said(logits: Tensor, scores: dict[str, list[float]]) -> list[Said]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,19 +39,25 @@ class Figure:
     rows: list[list[str]] = field(default_factory=list)
 
 
-def legend(axes: Any) -> None:
-    """Above the drawing."""
-    axes.legend(
-        loc="lower center",
-        bbox_to_anchor=(0.5, 1.0),
-        ncols=3,
-        frameon=False,
-        labelcolor=INKS["ink"],
-        handlelength=1.6,
-        columnspacing=1.0,
-        borderaxespad=0.2,
-        fontsize=10,
-    )
+def legend_above(axes: Any) -> None:
+    """A legend in one line."""
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
+
+
+def legend_below(axes: Any) -> None:
+    """A legend with a line for each row, below the axis label, for which the layout makes room."""
+    axes.figure.legend(loc="outside lower left", ncols=1)
+
+
+def bars_of(axes: Any, names: Sequence[str]) -> list[int]:
+    """Prepares horizontal bars, the first on top → their positions."""
+    places = list(range(len(names)))
+    axes.set_yticks(places, names)
+    axes.invert_yaxis()
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.tick_params(axis="y", length=0)
+    return places
 
 
 def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
@@ -76,6 +82,14 @@ def svg(draw: Callable[[Any], None], name: str, height: float = HEIGHT) -> str:
         "ytick.color": INKS["muted"],
         "xtick.labelcolor": INKS["ink"],
         "ytick.labelcolor": INKS["ink"],
+        "text.color": INKS["ink"],
+        "lines.linewidth": 2,
+        "legend.frameon": False,
+        "legend.labelcolor": INKS["ink"],
+        "legend.fontsize": 10,
+        "legend.handlelength": 1.6,
+        "legend.columnspacing": 1.0,
+        "legend.borderaxespad": 0.2,
     }
     with matplotlib.rc_context(style):
         drawing = Drawing(figsize=(WIDTH, height), layout="constrained")

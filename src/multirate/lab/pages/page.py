@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,11 @@ def text_of(package: str, name: str) -> str:
 
 
 def render(package: str, template: str, style: str | None = None, **values: Any) -> str:
-    """Renders a package's template. It can import figure.html.jinja and use `style`, the CSS of all
-    pages followed by the package's own.
+    """Renders a package's template. It extends page.html.jinja, which needs `title`, `lead`
+    (figures and their labels) and `facts` (by name), and can import parts.html.jinja. style: the
+    package's own CSS, after that of all pages. UserError if a package that draws it is missing.
     """
+    check_installed()
     import jinja2
 
     loader = jinja2.FunctionLoader(lambda name: text_of(_HERE, name))
@@ -61,6 +65,19 @@ def render(package: str, template: str, style: str | None = None, **values: Any)
         style=look, mark=MARK, **values
     )
     return page
+
+
+def facts(about: Mapping[str, Any]) -> dict[str, str]:
+    """What a page says of its making. about: as provenance.collect gives it."""
+    argv: Sequence[str] = about["argv"]
+    commit = "" if about.get("commit") is None else f" ({str(about['commit'])[:12]})"
+    return {
+        "date": str(about["date"]),
+        "machine": f"{about.get('cpu', '')}, {about['device']}, {about['threads']} threads",
+        "versions": f"multirate {about['version']}{commit}, torch {about['torch']}, "
+        f"transformers {about['transformers']}, Python {about['python']}",
+        "command": shlex.join([Path(argv[0]).name, *argv[1:]]),
+    }
 
 
 def script_json(content: Any) -> str:

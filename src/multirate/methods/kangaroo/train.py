@@ -1,5 +1,5 @@
-"""Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the rival is a fair
-one.
+"""Kangaroo's objective: the same soft loss, data and budget as M2R2's, so that the comparison is
+fair.
 
 Its adapter reads true exit residuals at decode time as in training (they are slow residuals of
 drafted tokens), so there are no own-draft steps to train through.

@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from multirate.errors import UserError
 from multirate.lab.depth_baselines._shared.exit_head import ExitHead
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.shape import BaseShape
+from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, register
 from multirate.runtime.decoder import Decoder
 
 
@@ -29,12 +31,16 @@ def spaced_exits(num_layers: int, count: int, first: float) -> tuple[int, ...]:
     return tuple(sorted(exit for exit in spaced if exit < num_layers))
 
 
+def rises(places: Sequence[int], least: int) -> bool:
+    """Whether there are any, increasing from `least` on."""
+    return bool(places) and places[0] >= least and all(a < b for a, b in pairwise(places))
+
+
 def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
     """Raises UserError unless `exits` are increasing layers of a model with `num_layers`. owner:
     whose exits they are, for the message.
     """
-    rising = list(exits) == sorted(set(exits))
-    if not rising or not all(0 < exit < num_layers for exit in exits):
+    if exits and not (rises(exits, 1) and exits[-1] < num_layers):
         raise UserError(
             f"{owner} exits are {list(exits)}; accepted: increasing layer counts from 1 to "
             f"{num_layers - 1} for this model"
@@ -53,17 +59,36 @@ class ExitsConfig(MethodConfig):
     """
 
     def check(self) -> None:
-        rising = all(a < b for a, b in pairwise(self.exits))
-        self.require(
-            bool(self.exits) and self.exits[0] >= 1 and rising,
-            "exits",
-            "increasing layer counts of at least 1",
-        )
+        self.require(rises(self.exits, 1), "exits", "increasing layer counts of at least 1")
         self.require_draft_vocab()
 
     def check_base(self, base: BaseShape) -> None:
         check_exits(self.exits, base.num_layers, f"{self.METHOD}'s")
         self.require_draft_vocab(base.vocab_size)
+
+
+@dataclass(frozen=True)
+class ThresholdConfig(MethodConfig):
+    """Base of the decoding settings of methods with one threshold for all exits."""
+
+    threshold: float | None = 0.9
+    """Minimum probability with which a token leaves, from 0 to 1. Null: no token leaves."""
+
+    def check(self) -> None:
+        super().check()
+        self.require_share("threshold")
+
+
+def register_exits(**given: Any) -> MethodSpec:
+    """Registers a lossy method whose tokens leave early: a MethodSpec's fields. Its dynamic mode
+    moves the one threshold of the method's probabilities, where it has no other.
+    """
+    mode = DynamicMode(
+        gates=lambda module: module.exits,
+        settings=lambda module, threshold: {"threshold": threshold},
+        path=PROBABILITIES,
+    )
+    return register(MethodSpec(**{"dynamic": mode, "role": "depth", "lossless": False, **given}))
 
 
 class ScoredExits(DepthPolicy):

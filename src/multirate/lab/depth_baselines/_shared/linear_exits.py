@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from multirate.lab.depth_baselines._shared.exits import ExitsConfig
 from multirate.lab.depth_baselines._shared.multi_exit import ExitMaps
 from multirate.methods._shared.least_squares import LeastSquares, direction, enough
-from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.teacher import Teacher
 from multirate.runtime.native import NativeDecoder
@@ -30,22 +29,13 @@ class LinearExits(ExitMaps):
     """See the module's docstring."""
 
     def __init__(self, config: ExitsConfig, base: BaseShape) -> None:
-        super().__init__()
-        config.check_base(base)
-        self.config, self.exits = config, config.exits
+        super().__init__(config, base)
         size = base.hidden_size
         self.maps = nn.ModuleDict(
             {str(exit): nn.Linear(size, size, bias=False) for exit in config.exits}
         )
         for exit in config.exits:
             nn.init.eye_(self.map(exit).weight)
-        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
-
-    def map(self, exit: int) -> nn.Linear:
-        """M of an exit."""
-        linear = self.maps[str(exit)]
-        assert isinstance(linear, nn.Linear)
-        return linear
 
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
         """See ExitMaps."""

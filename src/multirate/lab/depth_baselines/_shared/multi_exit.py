@@ -6,31 +6,47 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from multirate.errors import UserError
 from multirate.lab.depth_baselines._shared.exit_head import ExitHead
-from multirate.lab.depth_baselines._shared.exits import ScoredExits
+from multirate.lab.depth_baselines._shared.exits import ExitsConfig, ScoredExits
 from multirate.methods._shared.distillation import Distilled, distil
 from multirate.methods._shared.objective import Objective, Report, Term
-from multirate.methods._shared.teacher import Known, Teacher
+from multirate.methods._shared.reduced_head import first_tokens
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods._shared.teacher import Known, SlowPass, Teacher
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.native import NativeDecoder
 
 
-class ExitMaps(nn.Module):
-    """The trained modules that prepare a residual at an exit, for training and in torch; the base
-    is frozen.
+class TrainedExits(nn.Module):
+    """Modules that are trained for exits of a frozen base.
 
     exits: layers after which there is one, increasing. draft_tokens: int64 ids of a reduced head's
     rows, increasing; None: the full head.
     """
 
-    exits: tuple[int, ...]
     draft_tokens: Tensor | None
+
+    def __init__(self, config: ExitsConfig, base: BaseShape) -> None:
+        super().__init__()
+        config.check_base(base)
+        self.config, self.exits = config, config.exits
+        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
+
+
+class ExitMaps(TrainedExits):
+    """A map for each exit, which prepares the residual there for the head. maps: by exit."""
+
+    maps: nn.ModuleDict
+
+    def map(self, exit: int) -> Any:
+        """That of an exit."""
+        return self.maps[str(exit)]
 
     @abstractmethod
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
@@ -50,32 +66,42 @@ class ExitMaps(nn.Module):
         return lambda exit, hidden: maps(exit, hidden).to(hidden.dtype)
 
 
-class MultiExitObjective(Objective):
-    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows (LITE's paper:
-    cross-entropy with the text, at the exits and the last layer).
-    """
+class ExitObjective(Objective):
+    """Base of the objectives of trained exits, alike in weight."""
 
     predicts = "exits"
-    by_depth: ClassVar[bool] = False
-    """Whether an exit's weight is its depth; if not, all weigh alike."""
 
-    def __init__(self, teacher: Teacher, maps: ExitMaps) -> None:
+    def __init__(self, teacher: Teacher, module: Any) -> None:
         super().__init__(teacher)
-        self.maps = maps
+        self.module = module
 
     @property
     def terms(self) -> list[Term]:
-        return [Term(exit, 1, float(exit) if self.by_depth else 1.0) for exit in self.maps.exits]
+        return [Term(exit, 1, 1.0) for exit in self.module.exits]
+
+    def normed(self, slow: SlowPass, mask: Tensor) -> Tensor:
+        """What the head reads of the plain residuals of `mask` [B, T] at the exits:
+        [exits, N, d].
+        """
+        teacher = self._teacher[0]
+        exits = self.module.exits
+        return torch.stack([teacher.norm(slow.residual[exit][mask]) for exit in exits])
+
+
+class MultiExitObjective(ExitObjective):
+    """Mean over the exits of KL(head(h_L) ‖ head(map(h_exit))) on response rows (LITE's paper:
+    cross-entropy with the text, at the exits and the last layer).
+    """
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
         """See Objective."""
-        teacher, exits = self._teacher[0], self.maps.exits
-        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
-        said = torch.stack([self.maps(exit, slow.residual[exit][mask]) for exit in exits])
+        teacher, maps = self._teacher[0], self.module
+        slow = teacher.slow(ids, shared=0, gates=maps.exits, known=known)
+        said = torch.stack([maps(exit, slow.residual[exit][mask]) for exit in maps.exits])
         students = torch.stack([teacher.norm(one) for one in said])
-        result = distil(students, slow.target(mask), teacher.head, self.maps.draft_tokens)
+        result = distil(students, slow.target(mask), teacher.head, maps.draft_tokens)
         loss, weight = self.weighted(result.kl)
         loss = loss / weight + self.beside(said, slow.final[mask])
         return loss, Report(self.terms, result, float(loss.detach()))
@@ -91,26 +117,25 @@ class MultiExitObjective(Objective):
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[list[Term], Distilled]:
         """The base's plain exits at the same layers: what training must beat."""
-        teacher, exits = self._teacher[0], self.maps.exits
-        slow = teacher.slow(ids, shared=0, gates=exits, known=known)
-        normed = torch.stack([teacher.norm(slow.residual[exit][mask]) for exit in exits])
-        return self.terms, distil(normed, slow.target(mask), teacher.head)
+        teacher = self._teacher[0]
+        slow = teacher.slow(ids, shared=0, gates=self.module.exits, known=known)
+        return self.terms, distil(self.normed(slow, mask), slow.target(mask), teacher.head)
 
 
 class MultiExits(ScoredExits):
     """A token leaves at the first exit where the top-1 probability after its map is at least that
-    exit's threshold; None: never there.
-
-    maps(exit, residuals [n, d]) → what the head reads [n, d].
+    exit's threshold; None: never there. thresholds: one for each exit, or one for all.
     """
 
     def __init__(
         self,
-        exits: Sequence[int],
-        head: ExitHead,
-        maps: Callable[[int, Tensor], Tensor],
-        thresholds: Sequence[float | None],
+        decoder: Decoder,
+        maps: ExitMaps,
+        thresholds: Sequence[float | None] | float | None,
     ) -> None:
+        exits = maps.exits
+        if not isinstance(thresholds, Sequence):
+            thresholds = [thresholds] * len(exits)
         if len(thresholds) != len(exits):
             raise UserError(
                 f"setting thresholds has {len(thresholds)} values; accepted: one for each of the "
@@ -118,13 +143,9 @@ class MultiExits(ScoredExits):
             )
         self._thresholds = dict(zip(exits, thresholds, strict=True))
         # nothing is looked at where nothing may leave
-        super().__init__([e for e in exits if self._thresholds[e] is not None], head)
-        self._maps = maps
-
-    @classmethod
-    def of(cls, decoder: Decoder, maps: ExitMaps, thresholds: Sequence[float | None]) -> Self:
-        """The policy of trained exits. UserError for thresholds that do not fit them."""
-        return cls(maps.exits, ExitHead(decoder, maps.draft_tokens), maps.of(decoder), thresholds)
+        looked_at = [exit for exit in exits if self._thresholds[exit] is not None]
+        super().__init__(looked_at, ExitHead(decoder, maps.draft_tokens))
+        self._maps = maps.of(decoder)
 
     def threshold(self, exit: int, seq: int) -> float | None:
         return self._thresholds[exit]

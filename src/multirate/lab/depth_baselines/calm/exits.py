@@ -36,7 +36,7 @@ def trained_exits(
     start = torch.zeros(1, dtype=torch.int64, device=decoder.info.device)
     like = decoder.embed(start, np.zeros(1, np.int32))
     classifiers = classifiers.to(like.device, like.dtype)
-    return CalmExits(decoder, classifiers.config.exits, head, config, classifiers)
+    return CalmExits(decoder, classifiers.exits, head, config, classifiers)
 
 
 class CalmExits(ScoredExits):

@@ -9,24 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from multirate.lab.depth_baselines._shared.multi_exit import TrainedExits
 from multirate.lab.depth_baselines.calm.config import CalmClassifierConfig
-from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 
 
-class ExitClassifiers(nn.Module):
+class ExitClassifiers(TrainedExits):
     """See the module's docstring."""
 
-    draft_tokens: Tensor | None
-    """[draft_vocab] int64 ids of the reduced head's rows, increasing; None: the full head."""
-
     def __init__(self, config: CalmClassifierConfig, base: BaseShape) -> None:
-        super().__init__()
-        config.check_base(base)
-        self.config = config
+        super().__init__(config, base)
         self.weight = nn.Parameter(torch.zeros(len(config.exits), base.hidden_size))
         self.bias = nn.Parameter(torch.zeros(len(config.exits)))
-        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
     def forward(self, normed: Tensor) -> Tensor:
         """normed [K, N, d], the rows at every exit → logits of agreement [K, N]."""

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from multirate.lab.depth_baselines._shared.exits import ExitsConfig, spaced_exits
-from multirate.methods._shared.config import MethodConfig
+from multirate.lab.depth_baselines._shared.exits import (
+    ExitsConfig,
+    ThresholdConfig,
+    spaced_exits,
+)
 from multirate.methods._shared.shape import BaseShape
 
 
@@ -26,10 +29,7 @@ class DeedConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class DeedDecodeConfig(MethodConfig):
-    """Decoding settings."""
+class DeedDecodeConfig(ThresholdConfig):
+    """Decoding settings; probabilities are those of the likeliest token."""
 
     METHOD: ClassVar[str] = "deed"
-
-    threshold: float | None = 0.9
-    """Minimum top-1 probability with which a token leaves. Null: no token leaves."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from multirate.lab.depth_baselines._shared.multi_exit import ExitMaps
 from multirate.lab.depth_baselines.deed.config import DeedConfig
 from multirate.methods._shared.least_squares import direction
-from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.native import NativeDecoder
 from multirate.runtime.native.packing import Owner
@@ -24,7 +23,7 @@ EPS = 1e-6
 
 
 class ExitAdapter(nn.Module):
-    """U · silu(D n)."""
+    """n + U · silu(D n)."""
 
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
@@ -33,38 +32,29 @@ class ExitAdapter(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, normed: Tensor) -> Tensor:
-        out: Tensor = self.up(F.silu(self.down(normed)))
-        return out
+        added: Tensor = self.up(F.silu(self.down(normed.to(self.down.weight.dtype))))
+        return normed + added.float()
 
 
 class AdaptedExits(ExitMaps):
     """See the module's docstring."""
 
     def __init__(self, config: DeedConfig, base: BaseShape) -> None:
-        super().__init__()
-        config.check_base(base)
-        self.config, self.exits = config, config.exits
-        self.adapters = nn.ModuleDict(
+        super().__init__(config, base)
+        self.maps = nn.ModuleDict(
             {str(exit): ExitAdapter(base.hidden_size, config.rank) for exit in config.exits}
         )
-        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
-
-    def adapter(self, exit: int) -> ExitAdapter:
-        """That of an exit."""
-        adapter = self.adapters[str(exit)]
-        assert isinstance(adapter, ExitAdapter)
-        return adapter
 
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
         """See ExitMaps."""
-        adapter, read = self.adapter(exit), direction(hidden.float(), EPS)
-        return read + adapter(read.to(adapter.down.weight.dtype)).float()
+        said: Tensor = self.map(exit)(direction(hidden.float(), EPS))
+        return said
 
     def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
         """See ExitMaps."""
         owner = Owner()
         packed = {
-            exit: owner.bottleneck(self.adapter(exit).down.weight, self.adapter(exit).up.weight)
+            exit: owner.bottleneck(self.map(exit).down.weight, self.map(exit).up.weight)
             for exit in self.exits
         }
 

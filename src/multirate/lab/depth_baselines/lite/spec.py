@@ -1,15 +1,71 @@
-"""Registers LITE."""
+"""LITE (arXiv 2310.18581): configuration and registration."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import numpy as np
 
 from multirate.decoding.dynamic_depth import DynamicDepthStep
+from multirate.lab.depth_baselines._shared.exits import (
+    ExitsConfig,
+    register_exits,
+    spaced_exits,
+)
 from multirate.lab.depth_baselines._shared.linear_exits import LinearExits, start_from_least_squares
 from multirate.lab.depth_baselines._shared.multi_exit import MultiExitObjective, MultiExits
-from multirate.lab.depth_baselines.lite.config import LiteConfig, LiteDecodeConfig
-from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+from multirate.methods._shared.config import MethodConfig
+from multirate.methods._shared.shape import BaseShape
+from multirate.methods.spec import PROBABILITIES, DynamicMode, Training
 from multirate.runtime.decoder import Decoder
+
+PAPER_THRESHOLDS = (0.95, 0.95, 0.9, 0.9, 0.8, 0.7)
+"""The paper's thresholds for a 7B model's exits after 8, 12, 16, 20, 24 and 28 of 32 layers."""
+
+
+def default_thresholds(count: int) -> tuple[float, ...]:
+    """The paper's thresholds, interpolated linearly to another number of exits."""
+    places = np.linspace(0, len(PAPER_THRESHOLDS) - 1, count)
+    values = np.interp(places, range(len(PAPER_THRESHOLDS)), PAPER_THRESHOLDS)
+    return tuple(round(float(value), 4) for value in values)
+
+
+@dataclass(frozen=True)
+class LiteConfig(ExitsConfig):
+    """One linear map before the base's head at each exit; also see ExitsConfig."""
+
+    METHOD: ClassVar[str] = "lite"
+
+    thresholds: tuple[float, ...] = ()
+    """For each exit the minimum top-1 probability with which a token leaves."""
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            len(self.thresholds) == len(self.exits)
+            and all(0 <= threshold <= 1 for threshold in self.thresholds),
+            "thresholds",
+            "a number from 0 to 1 for each exit",
+        )
+
+    @classmethod
+    def for_base(cls, base: BaseShape, **options: Any) -> Self:
+        """Six exits from a quarter of the base's layers on, an eighth apart, as in the paper."""
+        exits = options.setdefault("exits", spaced_exits(base.num_layers, 6, 1 / 4))
+        count = len(exits) if isinstance(exits, (list, tuple)) else 1
+        return super().for_base(base, **{"thresholds": default_thresholds(count)} | options)
+
+
+@dataclass(frozen=True)
+class LiteDecodeConfig(MethodConfig):
+    """Decoding settings."""
+
+    METHOD: ClassVar[str] = "lite"
+
+    thresholds: tuple[float | None, ...] | None = None
+    """One for each exit; null for an exit means never. Null instead of the list: the accelerator's.
+    """
 
 
 def _step(decoder: Decoder, exits: LinearExits, settings: LiteDecodeConfig) -> DynamicDepthStep:
@@ -17,32 +73,20 @@ def _step(decoder: Decoder, exits: LinearExits, settings: LiteDecodeConfig) -> D
     if thresholds is None:
         assert isinstance(exits.config, LiteConfig)
         thresholds = exits.config.thresholds
-    return DynamicDepthStep(MultiExits.of(decoder, exits, thresholds), "propagate")
+    return DynamicDepthStep(MultiExits(decoder, exits, thresholds), "propagate")
 
 
 def _settings(exits: LinearExits, threshold: float | None) -> dict[str, Any]:
     return {"thresholds": [threshold] * len(exits.exits)}
 
 
-SPEC = register(
-    MethodSpec(
-        name="lite",
-        title="LITE (arXiv 2310.18581; reconstructed beside a frozen base)",
-        summary=(
-            "skips a token's remaining layers at the first trained exit that is confident "
-            "enough (lossy)"
-        ),
-        settings=LiteDecodeConfig,
-        step=_step,
-        dynamic=DynamicMode(
-            gates=lambda exits: exits.exits,
-            settings=_settings,
-            path=PROBABILITIES,
-        ),
-        training=Training(
-            LiteConfig, LinearExits, MultiExitObjective, start=start_from_least_squares
-        ),
-        role="depth",
-        lossless=False,
-    )
+SPEC = register_exits(
+    name="lite",
+    title="LITE (arXiv 2310.18581; reconstructed beside a frozen base)",
+    summary="skips a token's remaining layers at the first trained exit that is confident enough "
+    "(lossy)",
+    settings=LiteDecodeConfig,
+    step=_step,
+    dynamic=DynamicMode(lambda exits: exits.exits, _settings, PROBABILITIES),
+    training=Training(LiteConfig, LinearExits, MultiExitObjective, start=start_from_least_squares),
 )

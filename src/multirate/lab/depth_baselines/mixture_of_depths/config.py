@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, ClassVar
 
+from multirate.lab.depth_baselines._shared.exits import ThresholdConfig, rises
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.shape import BaseShape
 
@@ -24,12 +24,8 @@ class MixtureOfDepthsConfig(MethodConfig):
     """
 
     def check(self) -> None:
-        rising = all(a < b for a, b in pairwise(self.blocks))
-        self.require(
-            bool(self.blocks) and self.blocks[0] >= 0 and rising,
-            "blocks",
-            "increasing layer numbers, starting from 0 or more",
-        )
+        accepted = "increasing layer numbers, starting from 0 or more"
+        self.require(rises(self.blocks, 0), "blocks", accepted)
         self.require(0 < self.capacity < 1, "capacity", "a number between 0 and 1")
 
     def check_base(self, base: BaseShape) -> None:
@@ -45,7 +41,7 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 
 @dataclass(frozen=True)
-class MixtureOfDepthsDecodeConfig(MethodConfig):
+class MixtureOfDepthsDecodeConfig(ThresholdConfig):
     """Decoding settings."""
 
     METHOD: ClassVar[str] = "mixture_of_depths"
@@ -54,7 +50,3 @@ class MixtureOfDepthsDecodeConfig(MethodConfig):
     """A token skips a routed block if the predictor's probability that the router leaves it out is
     at least this, from 0 to 1. Null: it runs every block.
     """
-
-    def check(self) -> None:
-        super().check()
-        self.require_share("threshold")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multirate.lab.depth_baselines._shared.exits import register_exits
 from multirate.lab.depth_baselines.mixture_of_depths.config import (
     MixtureOfDepthsConfig,
     MixtureOfDepthsDecodeConfig,
@@ -12,24 +13,18 @@ from multirate.lab.depth_baselines.mixture_of_depths.train import (
     RouterObjective,
     start_from_updates,
 )
-from multirate.methods.spec import PROBABILITIES, DynamicMode, MethodSpec, Training, register
+from multirate.methods.spec import PROBABILITIES, DynamicMode, Training
 
-SPEC = register(
-    MethodSpec(
-        name="mixture_of_depths",
-        title="Mixture-of-Depths (arXiv 2404.02258; routers added to a frozen base)",
-        summary="skips each block for the tokens that its router leaves out (lossy)",
-        settings=MixtureOfDepthsDecodeConfig,
-        step=MixtureOfDepthsStep,
-        dynamic=DynamicMode(
-            gates=lambda routers: routers.config.blocks,
-            settings=lambda routers, threshold: {"threshold": threshold},
-            path=PROBABILITIES,
-        ),
-        training=Training(
-            MixtureOfDepthsConfig, Routers, RouterObjective, start=start_from_updates
-        ),
-        role="depth",
-        lossless=False,
-    )
+SPEC = register_exits(
+    name="mixture_of_depths",
+    title="Mixture-of-Depths (arXiv 2404.02258; routers added to a frozen base)",
+    summary="skips each block for the tokens that its router leaves out (lossy)",
+    settings=MixtureOfDepthsDecodeConfig,
+    step=MixtureOfDepthsStep,
+    dynamic=DynamicMode(
+        gates=lambda routers: routers.config.blocks,
+        settings=lambda routers, threshold: {"threshold": threshold},
+        path=PROBABILITIES,
+    ),
+    training=Training(MixtureOfDepthsConfig, Routers, RouterObjective, start=start_from_updates),
 )

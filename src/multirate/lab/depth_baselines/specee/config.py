@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from multirate.lab.depth_baselines._shared.exits import ExitsConfig
-from multirate.methods._shared.config import MethodConfig
+from multirate.lab.depth_baselines._shared.exits import ExitsConfig, ThresholdConfig
 from multirate.methods._shared.shape import BaseShape
 
 
@@ -38,7 +37,7 @@ class SpecEEConfig(ExitsConfig):
 
 
 @dataclass(frozen=True)
-class SpecEEDecodeConfig(MethodConfig):
+class SpecEEDecodeConfig(ThresholdConfig):
     """Decoding settings."""
 
     METHOD: ClassVar[str] = "specee"
@@ -47,7 +46,3 @@ class SpecEEDecodeConfig(MethodConfig):
     """Minimum predicted probability with which the full head checks whether a token leaves, from 0
     to 1. Null: no token leaves.
     """
-
-    def check(self) -> None:
-        super().check()
-        self.require_share("threshold")

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multirate.lab.depth_baselines._shared.multi_exit import TrainedExits
 from multirate.lab.depth_baselines.specee.config import SpecEEConfig
 from multirate.methods._shared.least_squares import direction
-from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 
 EPS = 1e-6
@@ -64,25 +64,21 @@ def features(logits: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
     return torch.cat([logits / LOGIT_UNIT, here, change], dim=-1), here
 
 
-class SpecEE(nn.Module):
+class SpecEE(TrainedExits):
     """Proposer and predictors. first_exits [exits] int64: at which exits the training data's tokens
     could leave first.
     """
 
-    draft_tokens: Tensor | None
     first_exits: Tensor
 
     def __init__(self, config: SpecEEConfig, base: BaseShape) -> None:
-        super().__init__()
-        config.check_base(base)
-        self.config, self.exits = config, config.exits
+        super().__init__(config, base)
         self.proposer = Proposer(base.hidden_size, config.rank)
         count = len(config.exits)
         self.weight = nn.Parameter(torch.empty(count, config.width, 3 * CANDIDATES).uniform_(-1, 1))
         self.bias = nn.Parameter(torch.zeros(count, config.width))
         self.out = nn.Parameter(torch.zeros(count, config.width))
         self.out_bias = nn.Parameter(torch.zeros(count))
-        self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
         self.register_buffer("first_exits", torch.zeros(count, dtype=torch.int64))
 
     def judge(self, which: int, read: Tensor) -> Tensor:

@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from multirate.lab.depth_baselines._shared.multi_exit import ExitObjective
 from multirate.lab.depth_baselines.specee.modules import CANDIDATES, SpecEE, features, read_of
 from multirate.methods._shared.distillation import Distilled, TopTokens, distil
 from multirate.methods._shared.least_squares import LeastSquares, direction
-from multirate.methods._shared.objective import Objective, Report, Term
+from multirate.methods._shared.objective import Report
 from multirate.methods._shared.teacher import Known, SlowPass, Teacher
 
 JUDGED_ROWS = 256
 """Rows of a batch that predictors learn from: each takes the base, and the head at every exit."""
 
 
-class SpecEEObjective(Objective):
+class SpecEEObjective(ExitObjective):
     """KL of the proposer to the full model's distribution, and at every exit the binary
     cross-entropy of "this exit's argmax is the last layer's, and a candidate".
 
@@ -29,16 +30,7 @@ class SpecEEObjective(Objective):
     """
 
     has_arla = True
-    predicts = "exits"
     has_early_exit = False  # the students are the base's own exits
-
-    def __init__(self, teacher: Teacher, module: SpecEE) -> None:
-        super().__init__(teacher)
-        self.module = module
-
-    @property
-    def terms(self) -> list[Term]:
-        return [Term(exit, 1, 1.0) for exit in self.module.exits]
 
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
@@ -91,9 +83,7 @@ class SpecEEObjective(Objective):
         else:
             right = teacher.head.logits(wanted).argmax(-1)
         candidates = self._candidates(said[some])
-        normed = torch.stack(
-            [teacher.norm(slow.residual[exit][part][some]) for exit in module.exits]
-        )
+        normed = self.normed(slow, part)[:, some]
         result = distil(normed, wanted, teacher.head, module.draft_tokens)
         able = result.agree & (candidates == right[:, None]).any(-1)
         return teacher.head.logits_of(normed, candidates), able, result

@@ -5,8 +5,8 @@ from __future__ import annotations
 import transformers
 
 from multirate.errors import UserError
+from multirate.lab.bench.baselines import Baseline, Contest
 from multirate.lab.bench.method_runs import transformers_run
-from multirate.lab.bench.rivals import Contest, Rival
 from multirate.lab.bench.runner import MethodRun, Unavailable
 from multirate.loading.hub import load_model
 from multirate.runtime.quantised import runnable
@@ -15,7 +15,7 @@ from multirate.runtime.quantised import runnable
 def _prepare(contest: Contest) -> list[MethodRun]:
     name = contest.argument
     if name is None:
-        raise Unavailable("it needs a draft model: --rivals assistant=MODEL")
+        raise Unavailable("it needs a draft model: --baselines assistant=MODEL")
     model = runnable(contest.engine.model)
     try:
         drafts = runnable(load_model(name, str(model.dtype).removeprefix("torch.")).model)
@@ -35,4 +35,4 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     ]
 
 
-RIVAL = Rival("assistant", _prepare, argument="a draft model")
+BASELINE = Baseline("assistant", _prepare, argument="a draft model")

@@ -2,7 +2,7 @@
 # The comparison of dynamic methods by quality and speed (lab/results/dynamic_smollm2.json): every
 # trained one from nothing, on the same answers of SmolLM2-135M-Instruct, for the same number of steps.
 #
-#   bash lab/recipes/smollm2/dynamic_rivals.sh DATA runs/dynamic
+#   bash lab/recipes/smollm2/dynamic_baselines.sh DATA runs/dynamic
 #
 # DATA: as for answers.sh. The answers and teacher states are those of equal_training.sh, which runs
 # first if EQUAL does not have them. QUESTIONS: MT-Bench's question.jsonl. An interrupted run continues.

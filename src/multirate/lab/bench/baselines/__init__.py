@@ -1,6 +1,6 @@
-"""Other engines and methods to compare with: `multirate bench --rivals NAME,…`.
+"""Other engines and methods to compare with: `multirate bench --baselines NAME,…`.
 
-One file each with a `RIVAL`; nothing else names them.
+One file each with a `BASELINE`; nothing else names them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from multirate.lab.bench.runner import MethodRun, Unavailable
 
 @dataclass(frozen=True)
 class Contest:
-    """What a rival is given.
+    """What a baseline is given.
 
-    model: as the user named it. argument: what followed the rival's name and `=`. positions: tokens
-    of the longest prompt and its answer together. stack: what to close afterwards.
+    model: as the user named it. argument: what followed the baseline's name and `=`. positions:
+    tokens of the longest prompt and its answer together. stack: what to close afterwards.
     """
 
     engine: Engine
@@ -40,7 +40,7 @@ class Contest:
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """prepare(contest) → its rows; it raises Unavailable where there can be none.
 
     argument: what `NAME=…` stands for, None where it takes nothing.
@@ -51,41 +51,41 @@ class Rival:
     argument: str | None = None
 
 
-def all_rivals() -> dict[str, Rival]:
-    """By name, of every file of this folder that has a RIVAL."""
+def all_baselines() -> dict[str, Baseline]:
+    """By name, of every file of this folder that has a BASELINE."""
     modules = (
         importlib.import_module(f"{__name__}.{found.name}")
         for found in pkgutil.iter_modules(__path__)
         if not found.name.endswith("_worker")
     )
-    return {module.RIVAL.name: module.RIVAL for module in modules}
+    return {module.BASELINE.name: module.BASELINE for module in modules}
 
 
-def parse_rivals(text: str) -> dict[str, str | None]:
+def parse_baselines(text: str) -> dict[str, str | None]:
     """ "llamacpp=FILE.gguf,assisted" → name → argument. UserError for a name or argument that
     nobody takes.
     """
-    known = all_rivals()
+    known = all_baselines()
     chosen: dict[str, str | None] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, separator, argument = part.partition("=")
         if name not in known:
-            raise UserError(f"--rivals names {name!r}; accepted: {', '.join(sorted(known))}")
+            raise UserError(f"--baselines names {name!r}; accepted: {', '.join(sorted(known))}")
         if separator and known[name].argument is None:
-            raise UserError(f"--rivals {part}: {name} takes no argument")
+            raise UserError(f"--baselines {part}: {name} takes no argument")
         chosen[name] = argument or None
     return chosen
 
 
 def prepare(
-    rivals: dict[str, str | None], contest: Callable[[str | None], Contest]
+    baselines: dict[str, str | None], contest: Callable[[str | None], Contest]
 ) -> tuple[list[MethodRun], list[dict[str, str]]]:
     """(their rows, {"method", "reason"} of those that cannot be measured)."""
     rows: list[MethodRun] = []
     missing: list[dict[str, str]] = []
-    for name, argument in rivals.items():
+    for name, argument in baselines.items():
         try:
-            rows += all_rivals()[name].prepare(contest(argument))
+            rows += all_baselines()[name].prepare(contest(argument))
         except Unavailable as error:
             missing.append({"method": name, "reason": str(error)})
     return rows, missing

@@ -8,8 +8,8 @@ from functools import partial
 
 import transformers
 
+from multirate.lab.bench.baselines import Baseline, Contest
 from multirate.lab.bench.method_runs import of_expanded_weights, transformers_run
-from multirate.lab.bench.rivals import Contest, Rival
 from multirate.lab.bench.runner import MethodRun
 from multirate.runtime.quantised import runnable
 
@@ -33,4 +33,4 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     return [of_expanded_weights(contest.engine, one) for one in rows]
 
 
-RIVAL = Rival("assisted", _prepare)
+BASELINE = Baseline("assisted", _prepare)

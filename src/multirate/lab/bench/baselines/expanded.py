@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from multirate.engine import attach
+from multirate.lab.bench.baselines import Baseline, Contest
 from multirate.lab.bench.method_runs import method_run
-from multirate.lab.bench.rivals import Contest, Rival
 from multirate.lab.bench.runner import MethodRun, Unavailable
 from multirate.methods.spec import PLAIN
 from multirate.runtime.quantised import expanded, is_quantised
@@ -23,4 +23,4 @@ def _prepare(contest: Contest) -> list[MethodRun]:
     return [replace(run, name=f"{PLAIN}-bf16", lossless=False, note="weights expanded to bf16")]
 
 
-RIVAL = Rival("bf16", _prepare)
+BASELINE = Baseline("bf16", _prepare)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from multirate.io import cache_folder
-from multirate.lab.bench.rivals import Contest, Rival
+from multirate.lab.bench.baselines import Baseline, Contest
 from multirate.lab.bench.runner import Answer, MethodRun, Unavailable
 from multirate.loading.gguf.file import GgufFile
 from multirate.loading.gguf.sources import gguf_of_wheel
@@ -92,14 +92,14 @@ def find_gguf(model: str, argument: str | None) -> Path:
         return found[0]
     raise Unavailable(
         f"llama.cpp needs a GGUF file, and {path} is "
-        f"{'a folder with several' if found else 'none'}: give --rivals llamacpp=FILE.gguf"
+        f"{'a folder with several' if found else 'none'}: give --baselines llamacpp=FILE.gguf"
     )
 
 
 def _converted(source: Path, wanted: str) -> Path:
     """`source` in another format, made once. Appears whole or not at all."""
     digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    target = cache_folder() / "rivals" / f"{source.stem}-{digest}.{wanted}.gguf"
+    target = cache_folder() / "baselines" / f"{source.stem}-{digest}.{wanted}.gguf"
     if target.is_file():
         return target
     try:
@@ -172,4 +172,4 @@ def _row(contest: Contest, file: Path, wanted: str, lookup: int) -> MethodRun:
     )
 
 
-RIVAL = Rival("llamacpp", _prepare, argument="a GGUF file")
+BASELINE = Baseline("llamacpp", _prepare, argument="a GGUF file")

@@ -8,7 +8,8 @@ import torch
 
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.loader import Prediction
-from multirate.experts.predictors import PreviousToken
+
+from .tiny import PreviousToken
 
 
 class Machine:

@@ -4,11 +4,9 @@ order.
 
 from __future__ import annotations
 
-EVICTIONS = ("none", "lru", "lrfu", "least_stale", "belady")
+EVICTIONS = ("none", "lru", "lrfu", "belady")
 PREDICTORS = (
     "none",
-    "previous_token",
-    "popularity",
     "next_layer_gate",
     "accelerated",
     "oracle",

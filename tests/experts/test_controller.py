@@ -8,8 +8,7 @@ import torch
 
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.loader import Prediction
-
-from .tiny import PreviousToken
+from multirate.experts.predictors import PreviousToken
 
 
 class Machine:

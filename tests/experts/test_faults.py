@@ -34,7 +34,7 @@ from multirate.experts.runtime import ExpertRuntime, ExpertSettings
 from multirate.experts.stats import ExpertStats
 from multirate.experts.store import ExpertStore
 
-from .tiny import EXPERTS, TOP_K, PreviousToken, Shuffled, save
+from .tiny import EXPERTS, TOP_K, Shuffled, save
 
 IDS = torch.tensor([[5, 9, 2, 44, 17, 30, 8, 8, 21, 3, 50]])
 
@@ -99,7 +99,7 @@ def test_a_disk_that_goes_away(offload: OffloadedExperts, direct: bool) -> None:
 def test_failed_speculation_is_no_error(offload: OffloadedExperts) -> None:
     offload.use()
     right = steps(offload)
-    runtime = offload.use(settings(offload, 7, direct=False), PreviousToken(3))
+    runtime = offload.use(settings(offload, 7, direct=False), "previous_token")
     load_read, mine = runtime.memory.reader.read, threading.local()
 
     def failing(offset: int, into: memoryview) -> None:
@@ -212,7 +212,7 @@ def test_a_replayed_trace_gives_the_live_hits(offload: OffloadedExperts) -> None
     trace = runtime.trace
     keys = [(row, expert) for row, experts in trace for expert in experts]
     hits = {}
-    for name in ("lru", "lrfu", "belady"):
+    for name in ("lru", "least_stale", "belady"):
         policies = [Belady(keys) if name == "belady" else eviction_policy(name) for _ in range(2)]
         live = offload.use(settings(offload, 8), eviction=policies[0])
         steps(offload)
@@ -326,7 +326,7 @@ class Random(Reads):
 
 @given(
     seed=st.integers(0, 10**6),
-    eviction=st.sampled_from(["none", "lru", "lrfu"]),
+    eviction=st.sampled_from(["none", "lru", "lrfu", "least_stale"]),
     count=st.integers(3, 9),
 )
 @hypothesis.settings(max_examples=60, deadline=None)

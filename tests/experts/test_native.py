@@ -59,7 +59,7 @@ def test_bits_do_not_depend_on_what_is_loaded_when(
     resident = generate(decoder, PlainStep(), PROMPTS, stop=stop).sequences
     alone = [generate(decoder, PlainStep(), [prompt], stop=stop).sequences[0] for prompt in PROMPTS]
     assert resident == alone, "a row depends on its neighbours"
-    for eviction in ("none", "lru", "lrfu"):
+    for eviction in ("none", "lru", "least_stale"):
         runtime = offload.use(
             ExpertSettings(slots * offload.store.index.record.bytes, eviction), predictor
         )

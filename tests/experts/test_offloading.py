@@ -17,7 +17,7 @@ from multirate.experts.predictors import Predictor
 from multirate.experts.runtime import ExpertSettings
 from multirate.experts.store import ExpertStore
 
-from .tiny import EXPERTS, FAMILIES, TOP_K, PreviousToken, save
+from .tiny import EXPERTS, FAMILIES, TOP_K, save
 
 RECORDS = 3 * EXPERTS
 
@@ -78,8 +78,10 @@ class Wrong(Predictor):
 
 
 @pytest.mark.parametrize("slots", [TOP_K + 1, TOP_K * 3 - 1, TOP_K * 3, RECORDS])
-@pytest.mark.parametrize("eviction", ["none", "lru", "lrfu"])
-@pytest.mark.parametrize("predictor", ["none", PreviousToken(3), "next_layer_gate", Wrong()])
+@pytest.mark.parametrize("eviction", ["none", "lru", "lrfu", "least_stale"])
+@pytest.mark.parametrize(
+    "predictor", ["none", "previous_token", "popularity", "next_layer_gate", Wrong()]
+)
 def test_bits_do_not_depend_on_what_is_loaded_when(
     offloaded: Any, slots: int, eviction: str, predictor: Any
 ) -> None:

@@ -67,3 +67,31 @@ def test_a_slot_that_was_never_used_leaves_first() -> None:
         policy.on_insert(slot)
     policy.on_access(slots[0], 0)
     assert [slot.key for slot in policy.order(5, 0)] == [(0, 2), (0, 1)]
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_least_stale_is_its_definition(seed: int) -> None:
+    draw = random.Random(seed)
+    policy, slots, last = eviction_policy("least_stale"), dict[Key, Slot](), dict[Key, int]()
+    token = clock = 0
+    for _ in range(draw.randint(1, 40)):
+        token += draw.random() < 0.3
+        key = (draw.randrange(4), draw.randrange(3))
+        clock += 1
+        if key not in slots:
+            slots[key] = Slot(clock, State.READY, key, token=token)
+            policy.on_insert(slots[key])
+        elif draw.random() < 0.2:
+            policy.on_evict(slots.pop(key))
+            continue
+        slots[key].token, last[key] = token, clock
+        policy.on_access(slots[key], token)
+    row = draw.randrange(4)
+
+    def order(key: Key) -> tuple[int, int, int]:
+        if slots[key].token < token:
+            return (0, last[key], 0) if key[0] < row else (1, -key[0], last[key])
+        return (2, -last[key], 0)
+
+    assert [slot.key for slot in policy.order(token, row)] == sorted(slots, key=order)

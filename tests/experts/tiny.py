@@ -83,25 +83,6 @@ def save(
     return made
 
 
-class PreviousToken(Predictor):
-    """The experts that the next layers had in the last pass: a predictor that the kernel lacks."""
-
-    def __init__(self, rows: int) -> None:
-        self._last: list[list[int]] = [[] for _ in range(rows)]
-        self.most_depth = rows - 1
-
-    def used(self, row: int, experts: Sequence[int]) -> None:
-        self._last[row] = list(experts)
-
-    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
-        targets = range(row + 1, min(row + self.depth + 1, len(self._last)))
-        return [
-            Prediction((target, expert), target, 1.0)
-            for target in targets
-            for expert in self._last[target]
-        ]
-
-
 class Shuffled(Predictor):
     """Another predictor's rows with other experts: a control, as many reads and no knowledge."""
 

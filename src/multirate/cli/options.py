@@ -152,8 +152,8 @@ ExpertMemory = Annotated[
 ExpertPolicy = Annotated[
     str,
     typer.Option(
-        help="Which experts to load and keep: aot, on_demand, lru, lrfu, "
-        "next_layer_gate or accelerated.",
+        help="Which experts to load and keep: aot, on_demand, lru, lrfu, least_stale, "
+        "previous_token, popularity, next_layer_gate or accelerated.",
         rich_help_panel=help.EXPERTS,
     ),
 ]

@@ -373,6 +373,7 @@ typedef struct {
     const int32_t *layer_of;        // [rows]
     const float *ones;              // [hidden]
     float eps;
+    int32_t count;                                  // by popularity: how many of a row
     const int32_t *trace, *trace_ends, *trace_rows; // by oracle: experts of each call in turn
     int32_t trace_calls;
 } PredictorPlan;

@@ -22,8 +22,9 @@ from multirate.experts.policies import (
     EvictionPolicy,
     KeepNothing,
     LeastRecentlyUsed,
+    LeastStale,
 )
-from multirate.experts.predictors import NextLayerGate, Oracle, Predictor
+from multirate.experts.predictors import NextLayerGate, Oracle, Popularity, Predictor, PreviousToken
 from multirate.experts.reads import NativeReads
 from multirate.experts.stats import Event, ExpertStats
 from multirate.experts.store import ExpertStore
@@ -36,6 +37,7 @@ _EVICTIONS: dict[type[EvictionPolicy], str] = {
     KeepNothing: "none",
     LeastRecentlyUsed: "lru",
     DecayedFrequency: "lrfu",
+    LeastStale: "least_stale",
     Belady: "belady",
 }
 
@@ -99,7 +101,11 @@ def plan_of(predictor: Predictor | None, threshold: float) -> _Plan | None:
         return made
     plan.most_depth = min(predictor.most_depth, c.MOST_AHEAD)
     kind = type(predictor)
-    if kind is NextLayerGate:
+    if kind is PreviousToken:
+        plan.kind = c.PREDICTORS.index("previous_token")
+    elif isinstance(predictor, Popularity) and kind is Popularity:
+        plan.kind, plan.count = c.PREDICTORS.index("popularity"), predictor.count
+    elif kind is NextLayerGate:
         plan.kind = c.PREDICTORS.index("next_layer_gate")
     elif isinstance(predictor, AcceleratedResidual) and isinstance(
         predictor.native, NativeAcceleratedResidual

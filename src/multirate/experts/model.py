@@ -22,7 +22,9 @@ from multirate.experts.named_policies import AHEAD_OF_TIME, parse_bytes, policy_
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import (
     NextLayerGate,
+    Popularity,
     Predictor,
+    PreviousToken,
     SelectExperts,
 )
 from multirate.experts.runtime import IMPLEMENTATION, ExpertRuntime, ExpertSettings
@@ -47,7 +49,7 @@ from multirate.training.checkpoint import Accelerator
 
 _RENAMED = (("block_sparse_moe.", "mlp."),)  # checkpoint name → module name
 _ATTRIBUTE = "_multirate_experts"  # of the model
-PREDICTORS = ("none", "next_layer_gate", "accelerated")
+PREDICTORS = ("none", "previous_token", "popularity", "next_layer_gate", "accelerated")
 
 
 def experts_on_disk(model: Any) -> OffloadedExperts | None:
@@ -260,11 +262,15 @@ class OffloadedExperts:
 
     def predictor(self, predictor: str | Predictor) -> Predictor | None:
         """A predictor for this model by name. Raises UserError for an unknown name."""
-        index = self.store.index
+        rows, index = len(self._moe), self.store.index
         if isinstance(predictor, Predictor):
             return predictor
         if predictor == "none":
             return None
+        if predictor == "previous_token":
+            return PreviousToken(rows)
+        if predictor == "popularity":
+            return Popularity(rows, index.top_k)
         if predictor == "next_layer_gate":
             return NextLayerGate(self.selections())
         if predictor == "accelerated":

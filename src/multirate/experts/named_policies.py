@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from multirate.errors import UserError
 
@@ -17,21 +17,43 @@ _UNITS = {"": 1, "b": 1} | {
 }
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """The eviction policy and the predictor (policies.py, model.PREDICTORS)."""
 
     eviction: str
     predictor: str
+    description: str
 
 
 FIXED_POLICIES: Mapping[str, Policy] = {
-    "on_demand": Policy("none", "none"),
-    "lru": Policy("lru", "none"),
-    "lrfu": Policy("lrfu", "none"),
-    "next_layer_gate": Policy("lrfu", "next_layer_gate"),
-    "accelerated": Policy("lrfu", "accelerated"),
+    "on_demand": Policy("none", "none", "no cache: every use reads from disk"),
+    "lru": Policy("lru", "none", "a cache that evicts the least recently used expert"),
+    "least_stale": Policy(
+        "least_stale", "none", "a cache that evicts experts left over from earlier tokens first"
+    ),
+    "lrfu": Policy(
+        "lrfu", "none", ("a cache that evicts the least used expert, with old uses weighted less")
+    ),
+    "previous_token": Policy(
+        "lrfu", "previous_token", "and prefetches the experts of the previous token"
+    ),
+    "popularity": Policy("lrfu", "popularity", "and prefetches the most used experts"),
+    "next_layer_gate": Policy(
+        "lrfu",
+        "next_layer_gate",
+        ("and prefetches what the next layer's router chooses from the current residual"),
+    ),
+    "accelerated": Policy(
+        "lrfu", "accelerated", "the same, but the router reads the accelerated residual"
+    ),
 }
 AHEAD_OF_TIME = "aot"
+_BEST = Policy(
+    "lrfu",
+    "next_layer_gate",
+    ("and prefetches with the predictor that measures fastest here, or with none"),
+)
 POLICIES = (*FIXED_POLICIES, AHEAD_OF_TIME)
 
 
@@ -42,9 +64,11 @@ def policy_named(policy: str) -> Policy:
 
     Raises UserError for an unknown name.
     """
-    if policy not in POLICIES:
+    if policy == AHEAD_OF_TIME:
+        return _BEST
+    if policy not in FIXED_POLICIES:
         raise UserError(f"expert policy {policy!r} is unknown; accepted: {', '.join(POLICIES)}")
-    return FIXED_POLICIES.get(policy, FIXED_POLICIES["next_layer_gate"])
+    return FIXED_POLICIES[policy]
 
 
 def parse_bytes(text: str | int | None, name: str = "expert memory") -> int | None:

@@ -67,6 +67,63 @@ class KeepNothing(LeastRecentlyUsed):
     keeps = False
 
 
+class LeastStale(EvictionPolicy):
+    """What an earlier token left goes first. [our reading of SpecMD's least-stale]
+
+    Layers are visited in a cycle, so of what an earlier token left, the layers already passed in
+    this token have had
+    their chance: they go first, the oldest first; then the layers ahead, the farthest first. Of
+    what this token itself
+    used, the last is needed again last: it goes first.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, OrderedDict[int, Slot]] = {}  # by row, the oldest use first
+        self._when: dict[int, int] = {}  # slot → number of its last use
+        self._number = 0
+
+    def on_insert(self, slot: Slot) -> None:
+        assert slot.key is not None
+        self._number += 1
+        self._when[slot.index] = self._number
+        row = self._rows.setdefault(slot.key[0], OrderedDict())
+        row[slot.index] = slot
+        row.move_to_end(slot.index)
+
+    def on_access(self, slot: Slot, token: int) -> None:
+        self.on_insert(slot)
+
+    def on_evict(self, slot: Slot) -> None:
+        assert slot.key is not None
+        del self._rows[slot.key[0]][slot.index], self._when[slot.index]
+
+    def _stale(self, row: int, token: int) -> Iterator[Slot]:
+        """What an earlier token left of a row, the oldest first."""
+        for slot in self._rows[row].values():
+            if slot.token >= token:
+                return
+            yield slot
+
+    def order(self, token: int, row: int) -> Iterator[Slot]:
+        passed = [self._stale(r, token) for r in self._rows if r < row]
+        heads = {
+            self._when[slot.index]: (slot, rest)
+            for rest in passed
+            if (slot := next(rest, None)) is not None
+        }
+        while heads:
+            slot, rest = heads.pop(min(heads))
+            yield slot
+            if (following := next(rest, None)) is not None:
+                heads[self._when[following.index]] = (following, rest)
+        for r in sorted((r for r in self._rows if r >= row), reverse=True):
+            yield from self._stale(r, token)
+        current = [
+            slot for slots in self._rows.values() for slot in slots.values() if slot.token >= token
+        ]
+        yield from sorted(current, key=lambda slot: -self._when[slot.index])
+
+
 class DecayedFrequency(EvictionPolicy):
     """The one with the least uses, each counting `decay` less with every token since: between least
     recently and least frequently used (LRFU, Lee et al. 2001). Of equals the one that was ranked
@@ -159,6 +216,7 @@ EVICTION: Mapping[str, Callable[[], EvictionPolicy]] = {
     "none": KeepNothing,
     "lru": LeastRecentlyUsed,
     "lrfu": DecayedFrequency,
+    "least_stale": LeastStale,
 }
 
 

@@ -5,6 +5,7 @@ computed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -77,6 +78,46 @@ def likeliest(chosen: Tensor, target: int) -> list[Prediction]:
         for rank, expert in enumerate(experts):
             chances[expert] = chances.get(expert, 0.0) + 1 / (1 + rank)
     return [Prediction((target, expert), target, chance) for expert, chance in chances.items()]
+
+
+class PreviousToken(Predictor):
+    """The experts that the next layers had in the last pass."""
+
+    def __init__(self, rows: int) -> None:
+        self._last: list[list[int]] = [[] for _ in range(rows)]
+        self.most_depth = rows - 1
+
+    def used(self, row: int, experts: Sequence[int]) -> None:
+        self._last[row] = list(experts)
+
+    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
+        targets = range(row + 1, min(row + self.depth + 1, len(self._last)))
+        return [
+            Prediction((target, expert), target, 1.0)
+            for target in targets
+            for expert in self._last[target]
+        ]
+
+
+class Popularity(Predictor):
+    """The `count` experts that each of the next layers has had most often so far."""
+
+    def __init__(self, rows: int, count: int) -> None:
+        self.count = count
+        self._uses: list[Counter[int]] = [Counter() for _ in range(rows)]
+        self.most_depth = rows - 1
+
+    def used(self, row: int, experts: Sequence[int]) -> None:
+        self._uses[row].update(experts)
+
+    def predict(self, row: int, residual: Tensor) -> list[Prediction]:
+        found = []
+        for target in range(row + 1, min(row + self.depth + 1, len(self._uses))):
+            best = self._uses[target].most_common(self.count)
+            found += [
+                Prediction((target, e), target, _BY_RANK[rank]) for rank, (e, _) in enumerate(best)
+            ]
+        return found
 
 
 class NextLayerGate(Predictor):

@@ -51,7 +51,7 @@ class ExpertSettings:
     """
 
     memory_bytes: int | None = None
-    eviction: str = "lrfu"
+    eviction: str = "least_stale"
     disk_bytes_per_second: float | None = None
     direct: bool = True
     threads: int | None = None

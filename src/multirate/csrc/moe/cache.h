@@ -4,7 +4,7 @@
 #define MULTIRATE_CACHE_H
 
 enum { SLOT_FREE, SLOT_LOADING, SLOT_READY };
-enum { EVICT_NONE, EVICT_LRU, EVICT_LRFU, EVICT_BELADY };
+enum { EVICT_NONE, EVICT_LRU, EVICT_LRFU, EVICT_LEAST_STALE, EVICT_BELADY };
 enum { EVENT_COMPUTE, EVENT_DEMAND, EVENT_SPECULATIVE, EVENT_STALL, EVENT_PREDICT, EVENT_TOKEN };
 
 // A key is row · experts + expert, row that of the store's layers.
@@ -95,6 +95,14 @@ static inline int next_use_of(const ExpertCache *e, int key) {
                                                        : INT32_MAX;
 }
 
+// 0: an earlier token left it, of a layer that this one has passed; 1: of the running layer or one
+// ahead; 2: of this token.
+static inline int staleness(const ExpertCache *e, const Slot *s) {
+    if (s->token >= e->controls.token)
+        return 2;
+    return s->key / e->plan.experts < e->controls.row ? 0 : 1;
+}
+
 static int leaves_before(const ExpertCache *e, const Slot *a, const Slot *b) {
     switch (e->plan.policy) {
     case EVICT_LRFU:
@@ -105,6 +113,17 @@ static int leaves_before(const ExpertCache *e, const Slot *a, const Slot *b) {
         int first = next_use_of(e, a->key), second = next_use_of(e, b->key);
         if (first != second)
             return first > second;
+        break;
+    }
+    case EVICT_LEAST_STALE: {
+        int first = staleness(e, a), second = staleness(e, b);
+        if (first != second)
+            return first < second;
+        if (first == 2)
+            return a->when > b->when;
+        int row = a->key / e->plan.experts, other = b->key / e->plan.experts;
+        if (first == 1 && row != other)
+            return row > other;
         break;
     }
     default:

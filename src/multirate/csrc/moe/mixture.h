@@ -72,7 +72,7 @@ static int run_mixture_layer(Workspace *work, const Mixture *m, ExpertCache *e, 
     if (missing)
         demand(e, keys, needed);
     if (e->predictor) {
-        outcome(e, row);
+        outcome(e, row, list, needed);
         if (e->controls.active && occupied(e) < e->plan.rows * experts)
             predict_ahead(work, m, e, pass, row, x, n, g);
     }

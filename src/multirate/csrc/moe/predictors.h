@@ -5,6 +5,8 @@
 
 enum {
     PREDICT_BY_NOBODY,
+    PREDICT_BY_LAST_TOKEN,
+    PREDICT_BY_POPULARITY,
     PREDICT_BY_GATE,
     PREDICT_BY_RESIDUAL,
     PREDICT_BY_ORACLE,
@@ -28,6 +30,8 @@ typedef struct {
 
 struct Predictor {
     PredictorPlan plan;
+    int32_t *last, *last_count;    // [rows][experts], of the last pass
+    int64_t *popular;              // [keys]
     float *p[MOST_AHEAD_ROWS + 1]; // residuals, [n, hidden]; the last holds the accelerated state
     float *normed, *logits, *weights;
     int64_t *ids;
@@ -43,7 +47,8 @@ void mr_predictor_close(Predictor *f) {
         return;
     for (int i = 0; i <= MOST_AHEAD_ROWS; i++)
         free(f->p[i]);
-    void *parts[] = {f->normed, f->logits, f->weights, f->ids, f->found, f->open};
+    void *parts[] = {f->last,    f->last_count, f->popular, f->normed, f->logits,
+                     f->weights, f->ids,        f->found,   f->open};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++)
         free(parts[i]);
     free(f);
@@ -55,9 +60,12 @@ static Predictor *predictor_of(const ExpertCache *e, const PredictorPlan *plan) 
         return NULL;
     size_t keys = (size_t)e->plan.rows * (size_t)e->plan.experts;
     f->plan = *plan;
+    f->last = calloc(keys, sizeof *f->last);
+    f->last_count = calloc((size_t)e->plan.rows, sizeof *f->last_count);
+    f->popular = calloc(keys, sizeof *f->popular);
     f->found = calloc(keys, sizeof *f->found);
     f->open = calloc(keys, sizeof *f->open);
-    if (!f->found || !f->open) {
+    if (!f->last || !f->last_count || !f->popular || !f->found || !f->open) {
         mr_predictor_close(f);
         return NULL;
     }
@@ -206,7 +214,7 @@ static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pa
 static int predict(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
                    const float *x, int n, const int64_t *ids, const float *weights) {
     Predictor *f = e->predictor;
-    int count = 0, depth = e->controls.depth;
+    int experts = e->plan.experts, count = 0, depth = e->controls.depth;
     if (depth > f->plan.most_depth)
         depth = f->plan.most_depth;
     if (depth > e->plan.rows - 1 - row)
@@ -227,6 +235,24 @@ static int predict(Workspace *work, ExpertCache *e, const Routers *m, const Pass
             count = routed(work, e, m, target, x, n, count);
         if (by == PREDICT_BY_RESIDUAL)
             count = routed(work, e, m, target, f->p[step - 1], n, count);
+        if (by == PREDICT_BY_LAST_TOKEN)
+            for (int i = 0; i < f->last_count[target]; i++)
+                add_prediction(e, target, f->last[target * experts + i], 1.0, &count);
+        if (by == PREDICT_BY_POPULARITY)
+            for (int rank = 0; rank < f->plan.count; rank++) {
+                int best = -1;
+                const int64_t *uses = f->popular + (size_t)target * experts;
+                for (int expert = 0; expert < experts; expert++) {
+                    int taken = !uses[expert];
+                    for (int i = count - rank; i < count; i++)
+                        taken |= f->found[i].key == target * experts + expert;
+                    if (!taken && (best < 0 || uses[expert] > uses[best]))
+                        best = expert;
+                }
+                if (best < 0)
+                    break;
+                add_prediction(e, target, best, 1.0 / (1 + rank), &count);
+            }
         int call = f->at - 1 + step;
         if (by == PREDICT_BY_ORACLE && call < f->plan.trace_calls && f->plan.trace_rows[call] > row)
             for (int i = call ? f->plan.trace_ends[call - 1] : 0; i < f->plan.trace_ends[call]; i++)
@@ -243,10 +269,14 @@ static void forget_predictions(ExpertCache *e) {
 }
 
 // Layer `row` needs these: what a predictor learns from, and what was predicted comes true or not.
-static void outcome(ExpertCache *e, int row) {
+static void outcome(ExpertCache *e, int row, const int32_t *needed, int count) {
     Predictor *f = e->predictor;
     int experts = e->plan.experts;
     f->at++;
+    f->last_count[row] = count;
+    memcpy(f->last + (size_t)row * experts, needed, (size_t)count * sizeof *needed);
+    for (int i = 0; i < count; i++)
+        f->popular[row * experts + needed[i]]++;
     if (f->plan.threshold <= 0)
         return;
     for (int expert = 0; expert < experts; expert++) {

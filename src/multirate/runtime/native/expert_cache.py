@@ -4,9 +4,11 @@ order.
 
 from __future__ import annotations
 
-EVICTIONS = ("none", "lru", "lrfu", "belady")
+EVICTIONS = ("none", "lru", "lrfu", "least_stale", "belady")
 PREDICTORS = (
     "none",
+    "previous_token",
+    "popularity",
     "next_layer_gate",
     "accelerated",
     "oracle",

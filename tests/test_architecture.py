@@ -41,7 +41,7 @@ RUNTIME_LAYERS = (
     ("load",),
 )
 """The interface, the model's own layers, what is faster than these, and who chooses."""
-LOADING_LAYERS = (("names", "chat_template"), ("gguf",), ("hub",))
+LOADING_LAYERS = (("names", "chat_template"), ("explained", "gguf"), ("hub",))
 LAB_LAYERS = (
     ("depth_baselines", "pages", "calibration"),
     ("bench", "inspection"),

@@ -10,6 +10,7 @@ from decoding.helpers import tiny
 from decoding.invariants import check_invariants
 from decoding.test_lossless_sampling import ALARM, SETTINGS, VOCAB, analytic, p_value, sampled
 from native_kernel import skip_without_kernel
+from traces import trace
 
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
@@ -233,10 +234,10 @@ def test_the_loss_of_eagle3_is_that_of_its_own_head_and_its_gradient_reaches_all
     assert report.result.agree.shape == (2, int(mask.sum()))
 
     layer.zero_grad()
-    trace = teacher.parts.trace(tokens).hidden
-    read = torch.cat([trace[tap] for tap in layer.taps], dim=-1)
-    p = teacher.head.logits(teacher.norm(trace[-1])[mask])[:, layer.draft_tokens].log_softmax(-1)
-    outputs = layer.unrolled(trace[0], shift(layer.fc(read / layer.tap_sizes)))
+    hidden = trace(teacher.parts, tokens)[0]
+    read = torch.cat([hidden[tap] for tap in layer.taps], dim=-1)
+    p = teacher.head.logits(teacher.norm(hidden[-1])[mask])[:, layer.draft_tokens].log_softmax(-1)
+    outputs = layer.unrolled(hidden[0], shift(layer.fc(read / layer.tap_sizes)))
     kls = []
     for out in outputs:
         q = layer.head(layer.norm(out[mask])).log_softmax(-1)
@@ -256,9 +257,9 @@ def test_the_loss_of_eagle_is_of_features_and_distribution_and_noise_is_in_train
     mask[0, :4] = False  # a prompt
     objective = spec.find_training("eagle").objective(teacher, layer)
     loss, _ = objective(tokens, mask)
-    trace = teacher.parts.trace(tokens).hidden
-    (out,) = layer.unrolled(trace[0], shift(trace[-1]))
-    feature, drafted = teacher.norm(trace[-1])[mask], teacher.norm(out)[mask]
+    hidden = trace(teacher.parts, tokens)[0]
+    (out,) = layer.unrolled(hidden[0], shift(hidden[-1]))
+    feature, drafted = teacher.norm(hidden[-1])[mask], teacher.norm(out)[mask]
     p, q = (teacher.head.logits(x).log_softmax(-1) for x in (feature, drafted))
     difference = (feature - drafted).abs()
     smooth = torch.where(difference < 1, 0.5 * difference.square(), difference - 0.5).mean()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from native_kernel import skip_without_kernel
+from traces import trace
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from multirate.decoding.logits import SamplingSettings
@@ -56,7 +57,7 @@ def reduced(shape: BaseShape) -> KangarooAdapter:
 
 def test_untrained_adapter_is_the_early_exit() -> None:
     teacher, adapter = build()
-    hidden = teacher.parts.trace(ids(2, 9)).hidden[2]
+    hidden = trace(teacher.parts, ids(2, 9))[0][2]
     torch.testing.assert_close(
         teacher.norm(adapter(hidden)), teacher.norm(hidden), atol=1e-3, rtol=1e-3
     )
@@ -65,7 +66,7 @@ def test_untrained_adapter_is_the_early_exit() -> None:
 def test_rows_equal_the_training_pass() -> None:
     teacher, adapter = build()
     disturb(adapter)
-    x = teacher.parts.trace(ids(1, 9)).hidden[2]
+    x = trace(teacher.parts, ids(1, 9))[0][2]
     with torch.no_grad():
         cache = adapter.attn.new_cache(1, 2)
         got = torch.cat(
@@ -113,7 +114,7 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
         for b in session.active:
             text, waiting = session.sampler.tokens[b], drafter._waiting.get(b)
             length = session.cache.lengths[b] - (len(waiting.ids) if waiting else 0)
-            hidden = teacher.parts.trace(torch.tensor([text[:length]])).hidden[2]
+            hidden = trace(teacher.parts, torch.tensor([text[:length]]))[0][2]
             _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
             for held, true in ((own.keys[0], k), (own.values[0], v)):
                 torch.testing.assert_close(

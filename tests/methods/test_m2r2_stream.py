@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from traces import trace
 
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.m2r2.config import M2R2Config
@@ -34,7 +35,7 @@ def test_untrained_stream_is_the_early_exit(name: str, preset: str) -> None:
         name, preset, rank=4, **({"mlp_adapter": "parallel"} if name == "gpt2" else {})
     )
     tokens = ids(2, 11)
-    reference = teacher.parts.trace(tokens).hidden  # h_i of the base, computed without any of this
+    reference = trace(teacher.parts, tokens)[0]  # h_i of the base, computed without any of this
     slow = objective.slow(tokens)
     outputs, _ = objective.first_step(slow)
     for gate, output in zip(stream.config.gates, outputs, strict=True):

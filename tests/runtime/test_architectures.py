@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from traces import trace
 
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.kv_cache import KVCache
@@ -180,23 +181,12 @@ def test_experts_are_exposed(name: str) -> None:
 
 @torch.no_grad()
 def test_trace_equals_the_models_hidden_states(name: str) -> None:
-    """`ModelParts.trace` (what training uses) against `output_hidden_states`, left padding
-    included.
-    """
+    """A pass layer by layer against `output_hidden_states`."""
     model, parts = tiny_model(name), HFDecoder(tiny_model(name)).parts
     ids = torch.stack(prompts(14, 14, seed=8))
-    for mask in (None, torch.tensor([[0] * 5 + [1] * 9, [1] * 14])):
-        positions = parts.position_ids(ids, mask)
-        states = model(ids, attention_mask=mask, position_ids=positions, output_hidden_states=True)
-        trace = parts.trace(ids, mask)
-        real = torch.ones_like(ids).bool() if mask is None else mask.bool()
-        for i in range(
-            len(parts.layers)
-        ):  # the last entry of hidden_states is after the final norm
-            torch.testing.assert_close(
-                trace.hidden[i][real], states.hidden_states[i][real], atol=5e-5, rtol=1e-5
-            )
-        torch.testing.assert_close(
-            parts.logits(trace.hidden[-1])[real], states.logits[real], atol=5e-5, rtol=1e-5
-        )
-        assert trace.keys[0].shape[2] == 14 and states.logits.shape[-1] == VOCAB
+    states = model(ids, output_hidden_states=True)
+    hidden, cache = trace(parts, ids)
+    for i in range(len(parts.layers)):  # the last entry of hidden_states is after the final norm
+        torch.testing.assert_close(hidden[i], states.hidden_states[i], atol=5e-5, rtol=1e-5)
+    torch.testing.assert_close(parts.logits(hidden[-1]), states.logits, atol=5e-5, rtol=1e-5)
+    assert cache.keys[0].shape[2] == 14 and states.logits.shape[-1] == VOCAB

@@ -4,14 +4,15 @@ checked.
 
 from __future__ import annotations
 
-import errno
-import json
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from multirate.errors import UserError
@@ -21,7 +22,7 @@ from multirate.runtime.load import load_decoder
 from multirate.training import teacher_states
 from multirate.training.data import load_samples
 from multirate.training.loop import train
-from multirate.training.teacher_states import INDEX, TeacherStates
+from multirate.training.teacher_states import FILE, INDEX, TeacherStates
 
 from .test_loop import OPTIONS, settings, weights
 
@@ -75,7 +76,7 @@ def test_inner_residuals_are_added_to_what_is_kept(
                 assert torch.allclose(
                     found.residual[tap], wanted.residual[tap], rtol=2**-7, atol=2e-3
                 )
-    (tmp_path / "residual_2.bf16").write_bytes(b"")
+    os.truncate(tmp_path / FILE.format(2), 100)
     with pytest.raises(UserError, match="damaged"):
         TeacherStates(tmp_path, samples, 48, "base")
 
@@ -116,7 +117,7 @@ def test_an_interrupted_computation_is_continued(
 
     with pytest.raises(KeyboardInterrupt):
         TeacherStates(tmp_path, samples, 48, "base").compute(load_decoder(model), stop_at_30)
-    done = len(json.loads((tmp_path / INDEX).read_text())["samples"])
+    done = len({name for file in tmp_path.glob("*.safetensors") for name in load_file(file)}) // 3
     assert 30 <= done < len(samples)
     counted: list[int] = []
     again = TeacherStates(tmp_path, samples, 48, "base")
@@ -160,7 +161,7 @@ def test_states_of_another_base_and_damaged_ones_are_refused(
     with pytest.raises(UserError, match="another base"):
         TeacherStates(tmp_path, samples, 48, "other base")
     content = (tmp_path / INDEX).read_text()
-    for damaged in ("{", content.replace('"rows": ', '"rows": 9'), "[1]"):
+    for damaged in ("{", content.replace("identity", "other"), "[1]"):
         (tmp_path / INDEX).write_text(damaged)
         with pytest.raises(UserError, match="damaged"):
             TeacherStates(tmp_path, samples, 48, "base")
@@ -168,8 +169,8 @@ def test_states_of_another_base_and_damaged_ones_are_refused(
 
 def test_files_of_others_are_not_written_into(tmp_path: Path, model_dir: Path, data: Path) -> None:
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
-    (tmp_path / "top_tokens.int32").write_text("mine")
-    with pytest.raises(UserError, match=r"top_tokens.int32 exists .* not replaced"):
+    (tmp_path / FILE.format(1)).write_text("mine")
+    with pytest.raises(UserError, match=r"states-00001.safetensors exists .* not replaced"):
         TeacherStates(tmp_path, samples, 48, "base")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
     (tmp_path / INDEX).write_text('{"mine": 1}')
@@ -188,22 +189,42 @@ def test_a_computation_that_was_killed_at_its_start_is_begun_again(
     assert states.complete
 
 
-def test_a_full_disk_is_found_before_the_map_is_written(
+def test_a_full_disk_is_found_before_anything_is_computed(
     tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
-    reserve, sizes = os.posix_fallocate, list[int]()
-
-    def full(handle: int, begin: int, size: int) -> None:
-        sizes.append(size)
-        if len(sizes) == 3:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(handle, begin, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(UserError, match=r"cannot store .*: no space left on device"):
         TeacherStates(tmp_path, samples, 48, "base")
-    assert {path.stat().st_size for path in tmp_path.iterdir() if path.name != INDEX} == {0}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_fills_up_keeps_what_was_saved(
+    tmp_path: Path, model_dir: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teacher_states, "ROWS_PER_CALL", 100)
+    monkeypatch.setattr(teacher_states, "SAVE_TOKENS", 100)
+    samples = load_samples([data], AutoTokenizer.from_pretrained(model_dir), 64)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    states = TeacherStates(tmp_path, samples, 48, "base")
+    write, written = teacher_states.write_atomically, list[Path]()
+
+    def filling(path: Path, content: bytes) -> None:
+        written.append(path)
+        if len(written) > 2:
+            raise UserError(f"cannot write {path}: no space left on device")
+        write(path, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher_states, "write_atomically", filling)
+        with pytest.raises(UserError, match="no space left on device"):
+            states.compute(load_decoder(model))
+    states._release()
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+    counted: list[int] = []
+    again = TeacherStates(tmp_path, samples, 48, "base")
+    again.compute(load_decoder(model), lambda count, of: counted.append(count))
+    assert again.complete and counted[0] > 1
 
 
 def test_one_process_at_a_time_adds_states(tmp_path: Path, model_dir: Path, data: Path) -> None:

@@ -12,13 +12,9 @@ from multirate.experts.layout import NATIVE
 from multirate.experts.model import OffloadedExperts, load_without_experts
 from multirate.experts.shards import Shards
 from multirate.experts.store import ExpertStore
-from multirate.loading.hub import (
-    ACCELERATOR_FILES,
-    LoadedModel,
-    explained,
-    find_device,
-    model_files,
-)
+from multirate.loading.explained import explained
+from multirate.loading.hub import LoadedModel, find_device, model_files
+from multirate.loading.names import ACCELERATOR_FILES
 from multirate.torch_modes import own_modes
 
 PREDICTOR = "predictor"

@@ -15,7 +15,7 @@ import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,14 +44,10 @@ class SlotMemory(ABC):
 
     @abstractmethod
     def fill(self, slot: int, offset: int, begin: int, end: int) -> None:
-        """Bytes [begin, end) of the record at `offset` of the data file → the slot, there on
-        return. Raises OSError.
-        """
+        """Fill bytes [begin, end) of a slot's record at `offset`. Raises OSError."""
 
     def reads(self, threads: int | None) -> Reads:
-        """What fills the slots, with so many threads; 0: the system alone, where it can; None:
-        whatever suits.
-        """
+        """What fills the slots. threads: 0: the system alone; None: as suits."""
         return ThreadReads(self.fill, self.store.index.record.bytes, threads or 1, CHUNK)
 
     def intact(self, key: tuple[int, int], slot: int) -> bool:
@@ -115,44 +111,26 @@ class HostMemory(SlotMemory):
         self.reader.close()
 
 
-class CopyStream(Protocol):
-    """The part of a GPU's queues that copying needs; events are what `mark` gives."""
-
-    def allocate(self, size: int) -> Tensor:
-        """[size] uint8 on the device."""
-        ...
-
-    def pinned(self, size: int) -> Tensor:
-        """[size] uint8 of host memory that copies at full speed. Raises RuntimeError when there is
-        not enough.
-        """
-        ...
-
-    def mark(self) -> Any:
-        """An event behind everything that has been asked of the computing stream."""
-        ...
-
-    def copy(self, to: Tensor, source: Tensor, after: Any | None) -> None:
-        """Copies on the copy stream behind the event `after`; returns when it is done."""
-        ...
-
-
 class CudaCopies:
-    """A copy stream of a CUDA device."""
+    """A copy stream of a CUDA device; events are what `mark` gives."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
 
     def allocate(self, size: int) -> Tensor:
+        """[size] uint8 on the device."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def pinned(self, size: int) -> Tensor:
+        """Pinned host memory [size] uint8. Raises RuntimeError if there is none."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def mark(self) -> Any:
+        """An event behind everything that has been asked of the computing stream."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def copy(self, to: Tensor, source: Tensor, after: Any | None) -> None:
+        """Copies on the copy stream behind the event `after`; returns when it is done."""
         if after is not None:
             self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
@@ -168,7 +146,7 @@ class DeviceMemory(SlotMemory):
         self,
         store: ExpertStore,
         count: int,
-        copies: CopyStream,
+        copies: CudaCopies,
         throttle: Throttle | None = None,
         direct: bool = True,
     ) -> None:

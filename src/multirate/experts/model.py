@@ -17,7 +17,7 @@ from multirate.errors import UserError, say_once
 from multirate.experts.accelerated import AcceleratedResidual, AcceleratedWithAttention, Advance
 from multirate.experts.controller import AdaptivePredictor
 from multirate.experts.layout import NATIVE, ExpertTensors
-from multirate.experts.memory import CopyStream, CudaCopies
+from multirate.experts.memory import CudaCopies
 from multirate.experts.named_policies import AHEAD_OF_TIME, parse_bytes, policy_named
 from multirate.experts.policies import EvictionPolicy
 from multirate.experts.predictors import (
@@ -152,7 +152,7 @@ class OffloadedExperts:
 
         self.model, self.store = model, store
         device = next(p.device for p in model.parameters() if not p.is_meta)
-        self.copies: CopyStream | None = CudaCopies(device) if device.type == "cuda" else None
+        self.copies: CudaCopies | None = CudaCopies(device) if device.type == "cuda" else None
         self.runtime: ExpertRuntime | None = None
         blocks = [(layer, layer.moe) for layer in find_parts(model).layers if layer.moe is not None]
         found = tuple(layer.index for layer, _ in blocks)

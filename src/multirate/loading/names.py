@@ -9,6 +9,9 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent.parent / "reference"
 
 
+ACCELERATOR_FILES = ("accelerator.json", "accelerator.safetensors")
+
+
 @dataclass(frozen=True)
 class NamedModel:
     """Where to find a named model. The fields are tried in order; a local folder of the same name
@@ -22,6 +25,12 @@ class NamedModel:
     hub_id: str | None = None
     accelerators: Path | None = None
     """Its accelerators in this package: a folder with one folder per method."""
+
+    def found_accelerators(self) -> dict[str, Path]:
+        """Their folders by method."""
+        folder = self.accelerators
+        found = sorted(folder.iterdir()) if folder is not None and folder.is_dir() else []
+        return {path.name: path for path in found if (path / ACCELERATOR_FILES[0]).is_file()}
 
 
 DEFAULT = "smollm2"

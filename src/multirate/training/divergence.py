@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from multirate.errors import Diverged
 
@@ -42,9 +42,28 @@ def check_step(step: int, loss: float, norm: float, rate: float) -> None:
             f"{what} in the first step, before any weight was changed: the base model's outputs "
             "or the initial weights are not finite"
         )
-    raise Diverged(f"training diverged: {what} in step {step + 1}; {advice(rate)}")
+    raise Diverged(f"training diverged: {what} in step {step + 1}; {_advice(rate)}")
 
 
-def advice(rate: float) -> str:
+def check_weights(module: nn.Module, step: int, rate: float) -> None:
+    """Raises Diverged for weights that are not worth keeping, after `step` steps."""
+    name = not_finite(module.state_dict())
+    if name is not None:
+        raise Diverged(
+            f"training diverged: '{name}' is not finite after step {step}; {_advice(rate)}"
+        )
+
+
+def check_results(results: Mapping[str, Any], step: int, rate: float) -> None:
+    """Raises Diverged where finite weights give losses on held-out samples that are not finite."""
+    for term in results.get("terms", ()):
+        if not_finite(term["kl"]) is not None:
+            raise Diverged(
+                f"training diverged: the held-out loss is {term['kl']} after step {step}; "
+                f"{_advice(rate)}"
+            )
+
+
+def _advice(rate: float) -> str:
     """What to try instead."""
     return f"lower the learning rate (lr is {rate:g}) or raise warmup_steps"

@@ -7,29 +7,24 @@ the others.
 
 from __future__ import annotations
 
-import hashlib
-import platform
 import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator as Launcher
 from torch import Tensor, nn
 
-import multirate
 from multirate.errors import Diverged, UserError
 from multirate.io import held
 from multirate.loading.hub import load_model
-from multirate.methods._shared.config import MethodConfig
-from multirate.methods._shared.objective import Report, Summary
+from multirate.methods._shared.objective import Summary
 from multirate.methods._shared.teacher import Known, Teacher
 from multirate.methods.spec import Training, find_training, recommended
 from multirate.runtime.attention_kernels import kernels_of_any_shape
@@ -45,12 +40,15 @@ from multirate.training.data import (
     load_samples,
     set_aside,
 )
-from multirate.training.divergence import advice, check_step, not_finite
+from multirate.training.divergence import check_results, check_step, check_weights
+from multirate.training.evaluation import evaluate
+from multirate.training.first_weights import choose_draft_tokens, continue_from
 from multirate.training.memory import RELEASE_EVERY, bound_product_caches, memory_releaser
 from multirate.training.optimizers import learning_rate, optimizers
 from multirate.training.precision import low_precision
 from multirate.training.progress import TrainProgress, describe
 from multirate.training.prompt_fingerprints import prompt_fingerprint
+from multirate.training.provenance import model_name, provenance
 from multirate.training.settings import TrainSettings
 from multirate.training.state import (
     PEAK,
@@ -116,21 +114,8 @@ def train(
     out = Path(out_dir)
     prepare_output(out, settings.overwrite)
     launcher = Launcher(mixed_precision="no", cpu=not torch.cuda.is_available())
-    name = _name(model)
-    if isinstance(model, (str, Path)):
-        model, tokenizer = load_base(
-            model, torch.float32 if settings.precision == "fp32" else torch.bfloat16
-        )
-    elif any(parameter.is_inference() for parameter in model.parameters()):
-        raise UserError(
-            "the model was created in torch.inference_mode(), so it cannot be trained with; "
-            "load it outside inference mode"
-        )
-    elif is_quantised(model):
-        precise = settings.precision == "fp32"
-        model = expanded(model, torch.float32 if precise else torch.bfloat16)
-    elif settings.precision == "fp32":
-        model.float()
+    name = model_name(model)
+    model, tokenizer = _prepared(model, tokenizer, settings.precision)
     # the seed is this run's, and not that of what the caller draws afterwards
     devices = [launcher.device] if launcher.device.type == "cuda" else []
     with kernels_of_any_shape(), torch.random.fork_rng(devices), ExitStack() as stack:
@@ -142,39 +127,21 @@ def train(
         return run.run()
 
 
-def _name(model: Any) -> str:
-    """A hub id, or a folder's last component: absolute paths stay private."""
-    source = (
-        str(model)
-        if isinstance(model, (str, Path))
-        else str(getattr(model.config, "_name_or_path", "") or "")
-    )
-    return Path(source).name if Path(source).exists() else source
-
-
-def load_base(path: str | Path, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A causal LM and its tokenizer, by folder, hub id or short name. Raises UserError if it cannot
-    be loaded.
-    """
-    weights = "bf16" if dtype == torch.bfloat16 else "file"  # torch trains with tensors
-    loaded = load_model(str(path), str(dtype).removeprefix("torch."), "cpu", weights)
-    return loaded.model, loaded.tokenizer
-
-
-def _changed(before: Accelerator, options: dict[str, Any]) -> MethodConfig:
-    """The config of `before`, with `options` replacing its fields."""
-    return type(before.config).from_json(before.config.to_json() | options)
-
-
-_KEPT = (
-    *("data", "data_sha256", "samples", "distinct_prompts", "steps", "tokens", "seconds"),
-    *("settings", "argv", "notes", "torch", "transformers"),
-)
-
-
-def _history(training: dict[str, Any]) -> list[dict[str, Any]]:
-    """The runs that the model card lists, the latest one last."""
-    return [*training.get("before", []), {k: training[k] for k in _KEPT if k in training}]
+def _prepared(model: Any, tokenizer: Any, precision: str) -> tuple[Any, Any]:
+    """The model, loaded if it is a name, with weights that torch trains with."""
+    dtype = "float32" if precision == "fp32" else "bfloat16"
+    if isinstance(model, (str, Path)):
+        weights = "bf16" if dtype == "bfloat16" else "file"
+        loaded = load_model(str(model), dtype, "cpu", weights)
+        return loaded.model, loaded.tokenizer
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise UserError(
+            "the model was created in torch.inference_mode(), so it cannot be trained with; "
+            "load it outside inference mode"
+        )
+    if is_quantised(model):
+        return expanded(model, getattr(torch, dtype)), tokenizer
+    return model.float() if precision == "fp32" else model, tokenizer
 
 
 class _Run:
@@ -200,7 +167,8 @@ class _Run:
         if self.before is None:
             self.config = trained.config_for(self.teacher.shape, **options)
         else:
-            self.config = _changed(self.before, options)
+            changed = self.before.config.to_json() | options
+            self.config = type(self.before.config).from_json(changed)
         self.samples, self.heldout = self._data(data_files, tokenizer)
         self.base = describe_base(model, name)
         self.states = self._teacher_states(model)
@@ -209,13 +177,17 @@ class _Run:
         if not self.bf16:
             model.float()
         self.stream = trained.build(self.config, self.teacher.shape)
-        if self.before is None:
-            self._initialise(trained)
-        else:
-            self._continue(trained, self.before, "draft_vocab" in options)
+        self._begin(trained, "draft_vocab" in options)
         self.objective: Any = trained.objective(self.teacher, self.stream)
         self.optimizers = optimizers(self.stream, settings.lr)
-        self.provenance = self._provenance(data_files)
+        self.provenance = provenance(
+            data_files,
+            self.samples,
+            self.heldout,
+            settings,
+            launcher.num_processes,
+            None if self.before is None else self.before.training,
+        )
         if settings.compile:
             for layer in self.teacher.parts.layers:
                 layer.module.compile()
@@ -254,65 +226,21 @@ class _Run:
             )
         return before
 
-    def _continue(self, trained: Training, before: Accelerator, other_tokens: bool) -> None:
-        """The weights of `before`, in modules that may be of another config. other_tokens: the
-        reduced draft head (the base's own weights) is chosen anew, from this run's data.
-        """
-        given, wanted = before.module.state_dict(), self.stream.state_dict()
-        if other_tokens:
-            self._choose_draft_tokens()
-            if "head.weight" in given:
-                given["head.weight"] = self._head_of_other_tokens(before, given["head.weight"])
-            given.pop("draft_tokens", None)
-            wanted.pop("draft_tokens", None)
-        optional = trained.added.keys()
-        added = {name.split(".")[0] for name in wanted.keys() - given.keys()} & optional
-        left_out = {name.split(".")[0] for name in given.keys() - wanted.keys()} & optional
-        wanted = {name: x for name, x in wanted.items() if name.split(".")[0] not in added}
-        given = {name: x for name, x in given.items() if name.split(".")[0] not in left_out}
-        for name in sorted(given.keys() | wanted.keys()):
-            shapes = [tuple(each[name].shape) if name in each else None for each in (given, wanted)]
-            if shapes[0] != shapes[1]:
-                raise UserError(
-                    f"start_from: an option needs '{name}' of shape {shapes[1] or 'none'}, but "
-                    f"the accelerator in {self.settings.start_from} has {shapes[0] or 'none'}; "
-                    "leave out options that change shapes"
-                )
-        self.stream.load_state_dict(given, strict=not (other_tokens or added))
+    def _begin(self, trained: Training, other_tokens: bool) -> None:
+        """Gives the stream the weights of its method's start, or of the accelerator before it."""
         self.stream.to(device=self.launcher.device, dtype=torch.float32)
-        for part in sorted(added):
-            trained.added[part](self.teacher, self.stream, self._starting_batches())
-
-    def _head_of_other_tokens(self, before: Accelerator, rows: Tensor) -> Tensor:
-        """A draft head that was trained itself, over the tokens that this run has chosen: its rows
-        where it had them, else the base's.
-        """
-        every_token = torch.arange(self.teacher.shape.vocab_size, device="cpu")
-        old, new = (
-            kept.cpu() if isinstance(kept := module.draft_tokens, Tensor) else every_token
-            for module in (before.module, self.stream)
-        )
-        every = self.teacher.head.own_start().cpu()
-        every[old] = rows.float()
-        return every[new]
-
-    def _choose_draft_tokens(self) -> None:
-        """A reduced draft head takes the tokens that responses use most."""
-        tokens = getattr(self.stream, "draft_tokens", None)
-        if isinstance(tokens, Tensor):
-            counts = torch.zeros(self.teacher.shape.vocab_size, dtype=torch.long, device="cpu")
-            for sample in self.samples:
-                ids = torch.from_numpy(sample.ids[sample.response]).long()
-                counts.scatter_add_(0, ids, torch.ones_like(ids))
-            tokens.copy_(
-                counts.sort(descending=True, stable=True).indices[: len(tokens)].sort().values
+        if self.before is None or other_tokens:
+            choose_draft_tokens(self.stream, self.samples, self.teacher.shape.vocab_size)
+        if self.before is not None:
+            continue_from(
+                self.before,
+                self.stream,
+                trained,
+                self.teacher,
+                other_tokens,
+                self._starting_batches,
             )
-
-    def _initialise(self, trained: Training) -> None:
-        """What does not begin at zero or at random."""
-        self._choose_draft_tokens()
-        self.stream.to(device=self.launcher.device, dtype=torch.float32)
-        if trained.start is not None:
+        elif trained.start is not None:
             trained.start(self.teacher, self.stream, self._starting_batches())
 
     def _starting_batches(self) -> Iterator[tuple[Tensor, Tensor, Known | None]]:
@@ -322,40 +250,6 @@ class _Run:
         cheap = self.states is not None and deepest <= self.teacher.shape.num_layers // 4
         most = STARTING_BATCHES_OF_STATES if cheap else STARTING_BATCHES
         return map(self._on_device, islice(plan.batches(), min(most, len(plan.epoch(0)))))
-
-    def _provenance(self, files: Sequence[str | Path]) -> dict[str, Any]:
-        digest = hashlib.sha256()
-        for sample in self.samples:
-            digest.update(sample.ids.tobytes())
-        settings = {
-            **self.settings.to_json(),
-            "heldout_files": [Path(f).name for f in self.settings.heldout_files],
-        }
-        if (
-            self.settings.teacher_states is not None
-        ):  # a path on this machine means nothing elsewhere
-            settings["teacher_states"] = Path(self.settings.teacher_states).name
-        if self.settings.start_from is not None:
-            settings["start_from"] = Path(self.settings.start_from).name
-        # Absolute paths say something about the machine, not about the run: only last components
-        # are kept.
-        argv = [Path(a).name if a.startswith("/") else a for a in sys.argv]
-        return {
-            "data": [Path(f).name for f in files],
-            "samples": len(self.samples),
-            "distinct_prompts": len({s.prompt for s in self.samples}),
-            "heldout_samples": len(self.heldout),
-            "heldout_prompts": len({s.prompt for s in self.heldout}),
-            "data_sha256": digest.hexdigest(),
-            "settings": settings,
-            "processes": self.launcher.num_processes,
-            "argv": argv,
-            "multirate": multirate.__version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "python": platform.python_version(),
-            **({} if self.before is None else {"before": _history(self.before.training)}),
-        }
 
     def _identity(self) -> dict[str, Any]:
         return {
@@ -388,9 +282,9 @@ class _Run:
             with _stop_requests() as stop_asked:
                 if not self._steps(stop_asked):
                     return TrainResult(False, self.step, self.out, {})
-            self._check_weights()
-            results = self.evaluate()
-            self._check_results(results)
+            check_weights(self.stream, self.step, self.settings.lr)
+            results = self._evaluate()
+            check_results(results, self.step, self.settings.lr)
         except Diverged as error:
             raise Diverged(f"{error}; {self._what_is_kept()}") from None
         if self.main:
@@ -429,24 +323,6 @@ class _Run:
                 file=sys.stderr,
             )
 
-    def _check_weights(self) -> None:
-        """Raises Diverged for weights that are not worth keeping."""
-        name = not_finite(self.stream.state_dict())
-        if name is not None:
-            raise Diverged(
-                f"training diverged: '{name}' is not finite after step {self.step}; "
-                f"{advice(self.settings.lr)}"
-            )
-
-    def _check_results(self, results: dict[str, Any]) -> None:
-        """The same for what finite weights come to on held-out samples."""
-        for term in results.get("terms", ()):
-            if not_finite(term["kl"]) is not None:
-                raise Diverged(
-                    f"training diverged: the held-out loss is {term['kl']} after step {self.step}; "
-                    f"{advice(self.settings.lr)}"
-                )
-
     def _what_is_kept(self) -> str:
         if not (self.out / STATE).exists():
             return "nothing was saved"
@@ -479,7 +355,7 @@ class _Run:
                 for micro in range(s.gradient_accumulation):
                     batch = next(batches)
                     sync = micro == s.gradient_accumulation - 1 or world == 1
-                    with _nothing() if sync else forward.no_sync():
+                    with nullcontext() if sync else forward.no_sync():
                         with self._autocast():
                             loss, report = forward(*self._on_device(batch))
                         (loss / s.gradient_accumulation).backward()
@@ -569,7 +445,7 @@ class _Run:
         return stops > 0, int(tokens)
 
     def _save(self) -> None:
-        self._check_weights()
+        check_weights(self.stream, self.step, self.settings.lr)
         save_state(
             self.out,
             {
@@ -583,11 +459,7 @@ class _Run:
             },
         )
 
-    @torch.no_grad()
-    def evaluate(self) -> dict[str, Any]:
-        """Held-out agreement, overlap, KL, AUC and calibration per gate and draft step, and the
-        base's early exit.
-        """
+    def _evaluate(self) -> dict[str, Any]:
         if not self.heldout:
             return {}
         self.stream.eval()
@@ -601,55 +473,6 @@ class _Run:
             )
         self.stream.train()
         return results
-
-
-@torch.no_grad()
-def evaluate(
-    objective: Any,
-    heldout: Sequence[Sample],
-    tokens_per_batch: int,
-    launcher: Launcher,
-    known_of: Callable[[Batch], Known | None] = lambda _: None,
-) -> dict[str, Any]:
-    """The "results" of a model card: ``objective`` (its modules in eval mode) over ``heldout``, by
-    all processes. known_of: the base's stored output for a batch, if any.
-    """
-    world, rank, device = launcher.num_processes, launcher.process_index, launcher.device
-    plan = BatchPlan(heldout, tokens_per_batch, 0)
-    trained = Summary.empty(objective.terms, objective.has_arla)
-    exits: Summary | None = None
-    mine = range(rank, len(plan.epoch(0)), world)
-    for _, batch in zip(mine, plan.batches(rank, world), strict=False):
-        ids, mask = batch.ids.to(device), batch.mask.to(device)
-        known = known_of(batch)
-        known = None if known is None else known.to(device)
-        _, report = objective(ids, mask, known)
-        trained.add(report.sums())
-        if objective.has_early_exit:
-            terms, exit_ = objective.early_exit(ids, mask, known)
-            exits = exits or Summary.empty(terms)
-            exits.add(Report(terms, exit_, 0.0).sums())
-    if objective.has_early_exit and exits is None:  # a process without a batch of its own
-        exits = Summary.empty([term for term in objective.terms if term.step == 1])
-    summaries = [trained] if exits is None else [trained, exits]
-    if world > 1:
-        for summary in summaries:
-            summary.sums = launcher.reduce(summary.sums.to(device)).cpu()
-    results = {**trained.to_json(), "prompts": len({s.prompt for s in heldout})}
-    if exits is not None:
-        plain = exits.to_json()
-        results["early_exit"] = {
-            name: plain[name] for name in ("terms", "simulated_tokens_per_step")
-        }
-    if objective.predicts != "drafts":
-        for figures in (results, results.get("early_exit", {})):
-            figures.pop("simulated_tokens_per_step", None)
-    return results
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 @contextmanager

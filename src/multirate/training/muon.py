@@ -2,7 +2,7 @@
 
 ``torch.optim.Muon`` (Keller Jordan's optimizer) orthogonalises each update in bfloat16, one matrix
 at a time; on a processor that emulates bfloat16 this took longer than forward and backward
-together, so it takes float32 there. Same update, same settings.
+together, so it takes float32 there. Nor does it take stacks of matrices. Same update and settings.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ folder holds the final residual h_L (2 · hidden_size bytes), the `TOP` likelies
 their log-probabilities (6 bytes each) and, for methods that read them, the residuals entering inner
 layers, the taps (2 · hidden_size bytes each).
 
-States are stored by sample: other data, or another split of it, uses the existing ones and appends
-its own, and so does a method that reads other taps. The same call continues an interrupted
-computation.
+Each sample's are tensors of their own in safetensors files: other data, or another split of it,
+uses the existing ones and appends its own, and so does a method that reads other taps. The same
+call continues an interrupted computation.
 """
 
 from __future__ import annotations
@@ -18,16 +18,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
 
 from multirate.decoding.prefill import read_in_pieces
 from multirate.errors import UserError
@@ -37,95 +41,17 @@ from multirate.methods._shared.teacher import Known
 from multirate.runtime.decoder import Decoder
 from multirate.training.data import Sample
 
-INDEX = "teacher_states.json"
-FINAL, TOKENS, LOG_PROBS = "final_residuals.bf16", "top_tokens.int32", "top_log_probs.fp16"
-TAP = "residual_{}.bf16"
+INDEX, FILE = "teacher_states.json", "states-{:05}.safetensors"
+FINAL, TOKENS, LOG_PROBS = "final", "tokens", "log_probs"
 TOP = 32
 ROWS_PER_CALL = 1024
-SAVE_SECONDS = 20.0
-
-
-class _Store:
-    """Files whose rows are tokens, those of a sample one after the other. place: sample's key → row
-    of its first token; columns: file name → (numpy type, numbers a token).
-    """
-
-    def __init__(self, columns: Mapping[str, tuple[Any, int]]) -> None:
-        self.columns = dict(columns)
-        self.rows, self.place = 0, dict[str, int]()
-        self._maps: dict[str, np.memmap] = {}
-
-    @property
-    def row_bytes(self) -> int:
-        return sum(np.dtype(kind).itemsize * width for kind, width in self.columns.values())
-
-    def read(self, folder: Path, saved: Mapping[str, Any]) -> None:
-        """The index's entry; ValueError where it does not fit the files."""
-        self.rows = int(saved["rows"])
-        self.place = {str(key): int(row) for key, row in saved["samples"].items()}
-        short = any(
-            (folder / name).stat().st_size < self.rows * width * np.dtype(kind).itemsize
-            for name, (kind, width) in self.columns.items()
-        )
-        if short or any(not 0 <= row < max(self.rows, 1) for row in self.place.values()):
-            raise ValueError("rows are missing")
-
-    def entry(self) -> dict[str, Any]:
-        """For the index, once the rows are on disk."""
-        for file in self._maps.values():
-            file.flush()
-        return {"rows": self.rows, "samples": self.place}
-
-    def open(self, folder: Path, more: int) -> None:
-        """Maps the files, grown to hold as many more rows."""
-        total = self.rows + more
-        for name, (kind, width) in self.columns.items():
-            path = folder / name
-            path.touch()
-            if more:
-                with path.open("r+b") as file:
-                    _reserve(file, total * width * np.dtype(kind).itemsize)
-            if total:
-                self._maps[name] = np.memmap(path, kind, "r+", shape=(total, width))
-
-    def cut(self, folder: Path) -> None:
-        """The files end after the rows that there are."""
-        for name, (kind, width) in self.columns.items():
-            if (folder / name).exists():
-                os.truncate(folder / name, self.rows * width * np.dtype(kind).itemsize)
-
-    def write(self, name: str, row: int, values: np.ndarray) -> None:
-        """values [n, at most the file's width]."""
-        self._maps[name][row : row + len(values), : values.shape[1]] = values
-
-    def read_rows(self, name: str, key: str, count: int) -> np.ndarray:
-        """[count, width], of a sample."""
-        row = self.place[key]
-        return np.array(self._maps[name][row : row + count])
-
-
-def _reserve(file: IO[bytes], size: int) -> None:
-    """At least so many bytes, on the disk: one that is full would end the process as the map is
-    written. Raises OSError.
-    """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(file.fileno(), 0, size)
-    elif os.fstat(file.fileno()).st_size < size:
-        file.truncate(size)
-
-
-def _bits(x: torch.Tensor) -> np.ndarray:
-    return x.to(torch.bfloat16).view(torch.uint16).cpu().numpy()
-
-
-def _from_bits(bits: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16).float()
+SAVE_SECONDS, SAVE_TOKENS = 20.0, 8192
 
 
 class TeacherStates:
     """h_L, the likeliest tokens, and what enters the layers `taps`, of every sample, on disk.
-    ``batch`` reads them; samples with equal ids share their rows. top: likeliest tokens kept of
-    each; default TOP.
+    ``batch`` reads them; samples with equal ids share theirs. top: likeliest tokens kept of each;
+    default TOP.
     """
 
     def __init__(
@@ -140,115 +66,91 @@ class TeacherStates:
         self.folder, self.taps, self._top = folder, tuple(sorted(taps)), top or TOP
         self._width = hidden_size
         self._identity = {"base": fingerprint, "hidden_size": hidden_size, "top": self._top}
-        self._said = _Store(
-            {
-                FINAL: (np.uint16, hidden_size),
-                TOKENS: (np.int32, self._top),
-                LOG_PROBS: (np.float16, self._top),
-            }
-        )
-        self._tapped = {tap: self._tap_store(tap) for tap in self.taps}
+        self._bytes_of = {FINAL: 2 * hidden_size, TOKENS: 4 * self._top, LOG_PROBS: 2 * self._top}
+        self._bytes_of |= {str(tap): 2 * hidden_size for tap in self.taps}
+        self._files = 0
+        self._where: dict[str, Any] = {}  # the open file of each tensor
+        self._unsaved: dict[str, Tensor] = {}
         self._keys = [_key(sample) for sample in samples]
-        self._lengths = [len(sample.ids) for sample in samples]
+        self._samples = dict(zip(self._keys, samples, strict=True))
         alone = self._hold()
-        self._read_index()
-        distinct = dict(zip(self._keys, samples, strict=True))
-        self._missing = [
-            (key, sample)
-            for key, sample in distinct.items()
-            if any(key not in store.place for store in self._stores)
-        ]
+        self._read()
+        self._missing = [key for key in self._samples if any(self._lacking(key))]
         if self._missing and not alone:
             raise written_elsewhere(self.folder)
-        self._open()
+        self._begin()
         if self.complete:
             self._release()
 
     def _hold(self) -> bool:
         """Whether no other process adds to the folder; none does then until `_release`."""
         self._release: Callable[[], object] = lambda: None
-        with suppress(OSError):  # `_open` says it
+        with suppress(OSError):  # `_begin` says it
             self.folder.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.folder, os.O_RDONLY)
             self._release = weakref.finalize(self, os.close, handle)
             return locked(handle)
         return True
 
-    def _tap_store(self, tap: int) -> _Store:
-        return _Store({TAP.format(tap): (np.uint16, self._width)})
-
-    @property
-    def _stores(self) -> list[_Store]:
-        """Those that this run reads."""
-        return [self._said, *(self._tapped[tap] for tap in self.taps)]
-
-    def _rows_missing(self, store: _Store) -> int:
-        return sum(len(sample.ids) for key, sample in self._missing if key not in store.place)
+    def _lacking(self, key: str) -> Iterator[str]:
+        """The parts of a sample that are not on disk."""
+        return (part for part in self._bytes_of if f"{key}.{part}" not in self._where)
 
     @property
     def bytes(self) -> int:
-        """Size of the files that are read, with what is still missing."""
-        return sum(
-            store.row_bytes * (store.rows + self._rows_missing(store)) for store in self._stores
-        )
+        """Size of the samples' states, with those that are missing."""
+        tokens = sum(len(sample.ids) for sample in self._samples.values())
+        return tokens * sum(self._bytes_of.values())
 
-    def _read_index(self) -> None:
-        """What is on disk. Raises UserError if the folder belongs to another base."""
+    def _read(self) -> None:
+        """Opens what is on disk. Raises UserError if the folder belongs to another base."""
         path = self.folder / INDEX
         if not path.exists():
             return
         try:
-            saved = parse_json(path.read_bytes(), path)
-            if saved["identity"] == self._identity:
-                self._said.read(self.folder, saved)
-                for tap, entry in saved.get("taps", {}).items():  # other runs' as well
-                    store = self._tapped.setdefault(int(tap), self._tap_store(int(tap)))
-                    store.read(self.folder, entry)
-                return
-        except (OSError, UserError, ValueError, KeyError, TypeError, AttributeError):
+            identity = parse_json(path.read_bytes(), path)["identity"]
+            for file in sorted(self.folder.glob(FILE.format(0).replace("00000", "*"))):
+                self._add_file(file)
+        except (OSError, UserError, SafetensorError, ValueError, KeyError, TypeError):
             raise UserError(
                 f"{path} is damaged, or not a file of teacher states; choose another "
                 "--teacher-states folder or delete the states in this one"
             ) from None
-        raise UserError(
-            f"{self.folder} holds the states of another base model; choose another "
-            "--teacher-states folder or delete it"
-        )
-
-    def _open(self) -> None:
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            if not (self.folder / INDEX).exists():
-                self._begin()
-            for store in self._stores:
-                store.open(self.folder, self._rows_missing(store))
-        except OSError as error:
-            for store in self._stores:
-                with suppress(OSError):
-                    store.cut(self.folder)
-            reason = (error.strerror or str(error)).lower()
-            size = f"{self.bytes / 1e9:.1f} GB"
+        if identity != self._identity:
             raise UserError(
-                f"cannot store {size} of teacher states in {self.folder}: {reason}"
-            ) from None
+                f"{self.folder} holds the states of another base model; choose another "
+                "--teacher-states folder or delete it"
+            )
+
+    def _add_file(self, path: Path) -> None:
+        self._files = max(self._files, int(path.stem.rpartition("-")[2]))
+        file = safe_open(path, framework="pt")
+        self._where.update(dict.fromkeys(file.keys(), file))
 
     def _begin(self) -> None:
-        """An index of no rows: without it, files of these names are someone else's."""
-        paths = [self.folder / name for store in self._stores for name in store.columns]
-        for path in paths:
-            if path.exists() and (not path.is_file() or path.stat().st_size):
+        """An index first: without it, files of these names are someone else's."""
+        needed = sum(
+            len(self._samples[key].ids) * sum(map(self._bytes_of.__getitem__, self._lacking(key)))
+            for key in self._missing
+        )
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            full = needed > shutil.disk_usage(self.folder).free
+            reason = "no space left on device" if full else ""
+        except OSError as error:
+            reason = (error.strerror or str(error)).lower()
+        if reason:
+            raise UserError(
+                f"cannot store {needed / 1e9:.1f} GB of teacher states in {self.folder}: {reason}"
+            )
+        if not (self.folder / INDEX).exists():
+            first = self.folder / FILE.format(1)
+            if first.exists():
                 raise UserError(
-                    f"{path} exists and does not belong to teacher states, so it is not "
+                    f"{first} exists and does not belong to teacher states, so it is not "
                     "replaced; choose another --teacher-states folder"
                 )
-        for path in paths:
-            path.touch()
-        self._save_index()
-
-    def _save_index(self) -> None:
-        taps = {str(tap): store.entry() for tap, store in self._tapped.items()}
-        content = {"identity": self._identity, **self._said.entry(), "taps": taps}
-        write_atomically(self.folder / INDEX, json.dumps(content).encode())
+            write_atomically(self.folder / INDEX, json.dumps({"identity": self._identity}))
 
     @property
     def complete(self) -> bool:
@@ -260,91 +162,83 @@ class TeacherStates:
         """Runs the base over what is missing. ``progress(done, of)`` counts distinct samples."""
         if self.complete:
             return
-        of, saved = len(set(self._keys)), time.monotonic()
+        of, saved, unsaved = len(self._samples), time.monotonic(), 0
         try:
             while self._missing:
                 count = tokens = 0
-                for _, sample in self._missing:
-                    if count and tokens + len(sample.ids) > ROWS_PER_CALL:
+                for key in self._missing:
+                    length = len(self._samples[key].ids)
+                    if count and tokens + length > ROWS_PER_CALL:
                         break
-                    count, tokens = count + 1, tokens + len(sample.ids)
+                    count, tokens = count + 1, tokens + length
                 self._add(decoder, self._missing[:count])
                 del self._missing[:count]
-                if time.monotonic() - saved > SAVE_SECONDS:
-                    self._save_index()
-                    saved = time.monotonic()
+                unsaved += tokens
+                if unsaved > SAVE_TOKENS or time.monotonic() - saved > SAVE_SECONDS:
+                    self._save()
+                    saved, unsaved = time.monotonic(), 0
                 if progress is not None:
                     progress(of - len(self._missing), of)
         finally:
-            self._save_index()
+            self._save()
             if self.complete:
                 self._release()
 
-    def _add(self, decoder: Decoder, part: Sequence[tuple[str, Sample]]) -> None:
-        samples = [sample for _, sample in part]
-        cache = decoder.new_cache(len(samples), max(len(s.ids) for s in samples))
-        texts = {b: sample.ids.tolist() for b, sample in enumerate(samples)}
-        taps = [
-            tap for tap in self.taps if any(key not in self._tapped[tap].place for key, _ in part)
-        ]
-        ends = any(key not in self._said.place for key, _ in part)
+    def _save(self) -> None:
+        if self._unsaved:
+            path = self.folder / FILE.format(self._files + 1)
+            write_atomically(path, save(self._unsaved))
+            self._unsaved = {}
+            self._add_file(path)
+
+    def _add(self, decoder: Decoder, keys: Sequence[str]) -> None:
+        texts = {b: self._samples[key].ids.tolist() for b, key in enumerate(keys)}
+        cache = decoder.new_cache(len(keys), max(map(len, texts.values())))
+        lacking = {part for key in keys for part in self._lacking(key)}
+        taps = [tap for tap in self.taps if str(tap) in lacking]
+        ends = FINAL in lacking
         last = decoder.info.num_layers if ends else max(taps)
         pieces = [states for _, states in read_in_pieces(decoder, cache, texts, taps, stop=last)]
-        for tap in taps:
-            residual = torch.cat([states[tap] for states in pieces])
-            self._keep(self._tapped[tap], part, {TAP.format(tap): _bits(residual)})
-        if not ends:
-            return
-        hidden = torch.cat([states[last] for states in pieces])
-        likeliest, log_probs = [], []
-        for some in hidden.split(ROWS_PER_CALL // 8):
-            logits = decoder.logits(some)
-            best, tokens = logits.topk(min(self._top, logits.shape[-1]), dim=-1)
-            likeliest.append(tokens)
-            log_probs.append((best - logits.logsumexp(-1, keepdim=True)).float())
-        kept = np.full((len(hidden), self._top), -np.inf, np.float16)  # of a small vocabulary
-        said = torch.cat(log_probs).cpu().numpy()
-        kept[:, : said.shape[1]] = said
-        values = {FINAL: _bits(hidden), TOKENS: torch.cat(likeliest).cpu().numpy()}
-        self._keep(self._said, part, values | {LOG_PROBS: kept})
+        values = {str(tap): torch.cat([states[tap] for states in pieces]) for tap in taps}
+        if ends:
+            hidden = torch.cat([states[last] for states in pieces])
+            values |= {FINAL: hidden, **self._likeliest(decoder, hidden)}
+        lengths = [len(text) for text in texts.values()]
+        for part, rows in values.items():
+            if rows.dtype != torch.int32 and part != LOG_PROBS:
+                rows = rows.bfloat16()
+            for key, own in zip(keys, rows.cpu().split(lengths), strict=True):
+                if f"{key}.{part}" not in self._where:
+                    self._unsaved[f"{key}.{part}"] = own.clone()
 
-    @staticmethod
-    def _keep(
-        store: _Store, part: Sequence[tuple[str, Sample]], values: Mapping[str, np.ndarray]
-    ) -> None:
-        """The values' rows are those of the samples `part`, one after the other; new ones are
-        kept.
+    def _likeliest(self, decoder: Decoder, hidden: Tensor) -> Mapping[str, Tensor]:
+        """[n, top] of each row: tokens int32, log-probabilities float16; -inf where a small
+        vocabulary has no more.
         """
-        begin = 0
-        for key, sample in part:
-            end = begin + len(sample.ids)
-            if key not in store.place:
-                for name, rows in values.items():
-                    store.write(name, store.rows, rows[begin:end])
-                store.place[key] = store.rows
-                store.rows += end - begin
-            begin = end
+        likeliest = torch.zeros(len(hidden), self._top, dtype=torch.int32, device="cpu")
+        said = torch.full(likeliest.shape, -torch.inf, dtype=torch.float16, device="cpu")
+        step = ROWS_PER_CALL // 8
+        for begin in range(0, len(hidden), step):
+            logits = decoder.logits(hidden[begin : begin + step])
+            best, tokens = logits.topk(min(self._top, logits.shape[-1]), dim=-1)
+            place = slice(begin, begin + step), slice(0, tokens.shape[-1])
+            likeliest[place] = tokens.cpu().int()
+            said[place] = (best - logits.logsumexp(-1, keepdim=True)).cpu().half()
+        return {TOKENS: likeliest, LOG_PROBS: said}
 
     def batch(self, indices: Sequence[int], length: int) -> Known:
         """What is known of the samples ``indices``: [B, length, …], zeros after a sample's end."""
 
-        def empty(width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-            return torch.zeros(len(indices), length, width, dtype=dtype, device="cpu")
+        def read(part: str, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            found = torch.zeros(len(indices), length, width, dtype=dtype, device="cpu")
+            for b, key in enumerate(self._keys[i] for i in indices):
+                name = f"{key}.{part}"
+                found[b, : len(self._samples[key].ids)] = self._where[name].get_tensor(name)
+            return found
 
-        final, log_probs = empty(self._width), empty(self._top)
-        tokens = empty(self._top, torch.int64)
-        residual = {tap: empty(self._width) for tap in self.taps}
-        for b, i in enumerate(indices):
-            key, count = self._keys[i], self._lengths[i]
-            final[b, :count] = _from_bits(self._said.read_rows(FINAL, key, count))
-            tokens[b, :count] = torch.from_numpy(self._said.read_rows(TOKENS, key, count)).long()
-            log_probs[b, :count] = torch.from_numpy(
-                self._said.read_rows(LOG_PROBS, key, count)
-            ).float()
-            for tap, rows in residual.items():
-                found = self._tapped[tap].read_rows(TAP.format(tap), key, count)
-                rows[b, :count] = _from_bits(found)
-        return Known(final, TopTokens(tokens, log_probs), residual)
+        top = TopTokens(read(TOKENS, self._top, torch.int64), read(LOG_PROBS, self._top))
+        residual = {tap: read(str(tap), self._width) for tap in self.taps}
+        return Known(read(FINAL, self._width), top, residual)
 
 
 def _key(sample: Sample) -> str:

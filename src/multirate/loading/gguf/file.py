@@ -1,8 +1,8 @@
 """What a GGUF file says about itself: metadata, and where its tensors lie.
 
-The package gguf reads a vocabulary element by element through a memory map, seconds for each pass;
-and a damaged file ends it with whatever numpy says. Here arrays are read whole, and every length
-is compared with what the file holds before it is used.
+gguf.GGUFReader makes several numpy objects of every token of a vocabulary: 3.6 s and 165 MB for
+SmolLM2's header, where this takes 0.06 s and 12 MB, and a damaged length makes it fill the memory.
+Here arrays are read whole, and every length is compared with what the file holds before it is used.
 """
 
 from __future__ import annotations

@@ -18,12 +18,11 @@ from multirate.runtime.hf.parts import (
     ModelParts,
     MoEParts,
     Site,
-    Trace,
     attention_function,
     mask_function,
 )
 
-__all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "Trace", "find_parts", "ropes"]
+__all__ = ["LayerParts", "MoEParts", "ModelParts", "Site", "find_parts", "ropes"]
 
 _LAYER_ARGUMENTS = {
     "hidden_states",

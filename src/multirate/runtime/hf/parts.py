@@ -16,7 +16,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from multirate.runtime.attention_kernels import kernels_of_any_shape
-from multirate.runtime.hf.layer_caches import RecordingKV
 
 PositionEmbeddings = Mapping[str | None, Any]
 """(cos, sin) for each layer type; key None when all layers share one rotary embedding. Empty
@@ -103,18 +102,6 @@ class LayerParts:
 
         handles = self.before_norms(at_norm)
         return [*handles, self.moe.router.register_forward_pre_hook(lambda *_: hook(*last))]
-
-
-@dataclass(frozen=True)
-class Trace:
-    """The residual stream of a batch: `hidden[i]` [B, T, d] enters layer i (`hidden[L]`: the last
-    residual, before the final norm); `keys[i]`, `values[i]` [B, H_kv, T, D] are layer i's,
-    unlimited by any window.
-    """
-
-    hidden: list[Tensor]
-    keys: dict[int, Tensor]
-    values: dict[int, Tensor]
 
 
 class _KVWritten(Exception):
@@ -328,13 +315,11 @@ class ModelParts:
             finally:
                 self.config._attn_implementation = before
 
-    def causal_masks(
-        self, length: int, token_mask: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> list[Tensor | None]:
-        """Each layer's additive mask [B or 1, 1, T, T] for a whole sequence of T = `length` tokens.
+    def causal_masks(self, length: int, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+        """Each layer's additive mask [1, 1, T, T] for a whole sequence of T = `length` tokens.
 
-        token_mask [B, T]: 0 for padding, which no row sees. Layers with the same window share a
-        tensor. None (sdpa only): plain causal, the fused kernel's own.
+        Layers with the same window share a tensor. None (sdpa only): plain causal, the fused
+        kernel's own.
         """
         dtype = dtype or self.dtype
         slots = torch.arange(length, device=self.device)
@@ -344,42 +329,17 @@ class ModelParts:
             key = window if window is not None and window < length else None
             if key in made:
                 continue
-            if key is None and token_mask is None and self.implementation() == "sdpa":
+            if key is None and self.implementation() == "sdpa":
                 made[key] = None
                 continue
             seen = distance >= 0 if key is None else (distance >= 0) & (distance < key)
-            seen = (
-                seen[None, None]
-                if token_mask is None
-                else seen[None, None] & token_mask.bool()[:, None, None, :]
-            )
-            made[key] = additive(seen, dtype)
+            made[key] = additive(seen[None, None], dtype)
         return [made[w if w is not None and w < length else None] for w in self.windows]
 
-    @torch.no_grad()
-    def trace(self, ids: Tensor, token_mask: Tensor | None = None) -> Trace:
-        """Runs the frozen model on ids [B, T], keeping every residual and all K/V: what training a
-        second stream needs.
-
-        token_mask [B, T]: 0 for padding; positions count the real tokens. Modules stay in the mode
-        they are in.
-        """
-        cache = RecordingKV()
-        position_ids = self.position_ids(ids, token_mask)
-        with self.attention():
-            hidden = [self.embed(ids, position_ids)]
-            masks = self.causal_masks(ids.shape[1], token_mask, hidden[0].dtype)
-            rotary = self.position_embeddings(hidden[0], position_ids)
-            for i in range(len(self.layers)):
-                hidden.append(self.run_layer(i, hidden[-1], masks[i], position_ids, rotary, cache))
-        return Trace(hidden, cache.keys, cache.values)
-
     @staticmethod
-    def position_ids(ids: Tensor, token_mask: Tensor | None = None) -> Tensor:
-        """[B, T]: each token's position; padding tokens (token_mask 0) take none."""
-        if token_mask is None:
-            return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-        return (token_mask.long().cumsum(-1) - 1).clamp(min=0)
+    def position_ids(ids: Tensor) -> Tensor:
+        """[B, T]: each token's position."""
+        return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
 
 
 def attention_function(config: Any) -> Any:

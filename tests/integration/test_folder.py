@@ -197,7 +197,7 @@ def test_auto_decodes_plainly_where_drafts_do_not_pay_and_says_so(
     chance.
     """
     engine = attach_with_card(model, folder, 0.6, 0.6, 0.6)
-    speculation = engine._decoding("m2r2-carry")
+    speculation = engine._steps.of("m2r2-carry")
     assert speculation is not None
     rates = speculation.acceptance.rates()
     assert isinstance(rates, list) and rates[:3] == [0.6] * 3
@@ -231,7 +231,7 @@ def test_auto_drafts_from_the_text_where_own_drafts_cannot_pay(
 
     repeating = [5, 6, 7, 8] * 6
     expected = engine.generate([repeating], stop=engine.stopping(48), speculate="never").sequences
-    speculation = engine._decoding("m2r2-carry")
+    speculation = engine._steps.of("m2r2-carry")
     assert speculation is not None
     monkeypatch.setattr(speculation.step.drafter._grower, "grow", own_drafts)  # type: ignore[attr-defined]
     output = engine.generate([repeating], stop=engine.stopping(48))

@@ -127,7 +127,7 @@ def _assert_the_same(
         # others draft
         outcomes, stores = [outcome[:1] for outcome in outcomes], []
     assert outcomes[0] == outcomes[1]
-    if drafter.lossless:
+    if drafter.traits.lossless:
         stop = StopSettings(max_new_tokens=new_tokens)
         plain = generate(decoder, PlainStep(), prompts, sampling, stop)
         assert outcomes[0][0] == plain.sequences

@@ -217,13 +217,13 @@ def test_steps_that_rest_leave_the_text_as_it_is(name: str) -> None:
         drafter, steps = DRAFTERS[name](decoder), 0
         draft = drafter.draft
 
-        def drafting(seqs: Any, last_tokens: Any, limits: Any, sampler: Any) -> Any:
+        def drafting(request: DraftRequest) -> list[Draft]:
             nonlocal steps
             steps += 1
             if steps % 3 == 0:
-                limits = [0] * len(limits)
-            made = draft(seqs, last_tokens, limits, sampler)
-            return [one.cut(limit, 63) for one, limit in zip(made, limits, strict=True)]
+                request = replace(request, limits=[0] * len(request.limits))
+            made = draft(request)
+            return [one.cut(limit, 63) for one, limit in zip(made, request.limits, strict=True)]
 
         drafter.draft = drafting  # type: ignore[method-assign]
         return drafter

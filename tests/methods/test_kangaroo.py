@@ -18,7 +18,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.speculate import budget as draft_length
 from multirate.decoding.speculate.budget import StepCosts
 from multirate.decoding.speculate.costs import CostModel
-from multirate.decoding.speculate.drafter import Draft
+from multirate.decoding.speculate.drafter import Draft, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -338,10 +338,10 @@ def test_a_step_that_adapts_leaves_a_useless_adapter_alone(
     drafter._costs = CostModel(costs)
     draft, fused = drafter.draft, drafter.fused_steps
 
-    def drafting(seqs: list[int], *others: Any) -> list[Draft]:
-        made = draft(seqs, *others)
+    def drafting(request: DraftRequest) -> list[Draft]:
+        made = draft(request)
         longest = max(len(one.tokens) for one in made)
-        spent[0] += costs.step_seconds(longest, len(seqs)) - 1
+        spent[0] += costs.step_seconds(longest, len(made)) - 1
         return made
 
     def whole(*arguments: Any) -> list[FusedStep] | None:

@@ -55,7 +55,7 @@ def assert_fused_steps_are_steps_in_parts(
     the drafter is lossy.
     """
     _assert_the_same(decoder, make, [prompt], new_tokens, sampling)
-    if sampling is None or (make().lossless and not sampling.drops_tokens):
+    if sampling is None or (make().traits.lossless and not sampling.drops_tokens):
         _assert_the_same(decoder, make, [prompt, prompt[:2], prompt[::-1]], new_tokens, sampling)
 
 

@@ -20,7 +20,7 @@ from native_kernel import skip_without_kernel
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.speculate.drafter import Drafter, Verified
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError

@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
+from multirate.engine.engine import Engine
 from multirate.errors import UserError
 from multirate.experts.load import load_offloaded
 from multirate.generation_lock import lock_of
-from multirate.loading.hub import (
-    LoadedModel,
-    check_weights_option,
-    load_model,
-)
+from multirate.loading.hub import LoadedModel, check_weights_option, load_model
 from multirate.methods.spec import PLAIN
 from multirate.runtime.load import load_decoder, quantised_for_kernel
 from multirate.runtime.quantised import expanded, is_quantised
 from multirate.training.checkpoint import Accelerator
-
-if TYPE_CHECKING:
-    pass
-
-from multirate.engine.engine import Engine
 
 
 def attach(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import reprlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError, say_once
 from multirate.runtime.decoder import Decoder
-
-if TYPE_CHECKING:
-    pass
 
 
 class GenerationDefaults:

@@ -23,9 +23,7 @@ from multirate.engine.method_steps import MethodStep, MethodSteps
 from multirate.errors import Notice, UserError, say_once
 from multirate.generation_lock import GenerationLock, lock_of
 from multirate.guarantee import Guarantee, check_quality
-from multirate.loading.hub import (
-    resolve_accelerator,
-)
+from multirate.loading.hub import resolve_accelerator
 from multirate.methods import spec
 from multirate.methods.spec import PLAIN, MethodSpec
 from multirate.runtime.attention_kernels import kernels_of_any_shape

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from multirate import guarantee as guarantees
 from multirate import tuned
@@ -14,10 +14,7 @@ from multirate.decoding.speculate.trial import TEXTS, try_drafts
 from multirate.decoding.step import Step
 from multirate.errors import UserError, say_once
 from multirate.guarantee import Guarantee, check_quality
-from multirate.loading.hub import (
-    load_model,
-    packaged_accelerators,
-)
+from multirate.loading.hub import load_model, packaged_accelerators
 from multirate.methods import spec
 from multirate.methods.spec import MethodSpec, SecondModel, write_variant
 from multirate.runtime.decoder import Decoder
@@ -27,9 +24,6 @@ from multirate.runtime.machine import machine_name
 from multirate.runtime.quantised import formats, is_quantised
 from multirate.training.checkpoint import Accelerator
 from multirate.training.fingerprint import fingerprint
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass

@@ -16,6 +16,7 @@ from tokenizers import AddedToken
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.speculate.drafter import Draft, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import attach
@@ -94,9 +95,9 @@ def test_a_draft_is_what_the_draft_model_says_after_the_verified_text() -> None:
     made: list[tuple[list[int], list[int]]] = []
     in_parts = step.drafter.draft
 
-    def noted(seqs: Any, last_tokens: Any, limits: Any, sampler: Any) -> Any:
-        drafts = in_parts(seqs, last_tokens, limits, sampler)
-        made.extend((list(sampler.tokens[b]), d.tokens) for b, d in zip(seqs, drafts, strict=True))
+    def noted(request: DraftRequest) -> list[Draft]:
+        drafts, texts = in_parts(request), request.sampler.tokens
+        made.extend((list(texts[b]), d.tokens) for b, d in zip(request.seqs, drafts, strict=True))
         return drafts
 
     step.drafter.draft = noted  # type: ignore[method-assign]

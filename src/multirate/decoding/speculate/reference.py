@@ -44,7 +44,7 @@ def speculative_decode(
 def one_pass(decoder: Decoder, text: Sequence[int], draft: Draft) -> Tensor:
     """Logits [n + 1, V] after the last token of `text` and after each of the draft's n nodes."""
     committed = len(text) - 1
-    ids = torch.tensor([*text, *draft.tokens], device=decoder.info.device)
+    ids = torch.tensor([*text, *draft.tokens], device=decoder.info.device, dtype=torch.int64)
     rows = Rows.concat([Rows.causal(0, 0, committed), draft.rows(0, committed)])
     cache = decoder.new_cache(1, len(ids))
     x = decoder.embed(ids, rows.pos)

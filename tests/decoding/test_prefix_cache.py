@@ -265,8 +265,8 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
             )
             assert isinstance(drafter, StreamDrafter) and isinstance(fresh, StreamDrafter)
             # what waits for the next draft is kept as tokens
-            kept = min(kept, drafter._refreshed, fresh._refreshed)
-            begin = max(drafter._seen_from, fresh._seen_from)
+            kept = min(kept, drafter._reading.refreshed, fresh._reading.refreshed)
+            begin = max(drafter._reading.seen_from, fresh._reading.seen_from)
             compared += max(0, kept - begin)
             stores = (own_store(one, begin, kept) for one in (drafter, fresh))
             for ours, theirs in zip(*stores, strict=True):

@@ -154,7 +154,7 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
     monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", lambda *_: costs)
     untimed = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr("multirate.methods._shared.stream_drafter.DraftLengthController", untimed)
+    monkeypatch.setattr("multirate.methods._shared.draft_choice.DraftLengthController", untimed)
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):

@@ -190,7 +190,7 @@ def test_what_is_read_of_committed_tokens_is_true(
         for b in session.active:
             text = session.sampler.tokens[b]
             # all but what waits for the next draft
-            waiting = drafter._waiting.get(b)
+            waiting = drafter._reading.waiting.get(b)
             length = session.cache.lengths[b] - (len(waiting.ids) if waiting else 0)
             rows = Rows.causal(0, 0, length)
             x = decoder.embed(torch.tensor(text[:length]), rows.pos)

@@ -27,7 +27,7 @@ from multirate.decoding.speculate.given_texts import GivenTexts
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods._shared import stream_drafter
+from multirate.methods._shared import draft_choice
 from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_estimates import NO_MATCH
@@ -383,7 +383,7 @@ COSTS = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
 def untimed(monkeypatch):
     """Every step takes as long as COSTS say, on any machine."""
     controller = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr(stream_drafter, "DraftLengthController", controller)
+    monkeypatch.setattr(draft_choice, "DraftLengthController", controller)
 
 
 def adaptive(decoder, stream, **settings):
@@ -476,14 +476,14 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
     drafts = []
     for resting in (range(0), range(2, 9)):
         drafter = M2R2Drafter(decoder, stream, M2R2DecodeConfig(**fixed))
-        original, choose = drafter.draft, drafter._choose
+        original, choose = drafter.draft, drafter._choice.plan
         seen, steps = {}, itertools.count()
 
         def chosen(request, *rest, choose=choose, drafter=drafter, steps=steps, resting=resting):
             plan, seqs = choose(request, *rest), request.seqs
             if next(steps) in resting:
-                drafter._streamed = set()
-                drafter._matches = dict.fromkeys(seqs, NO_MATCH)
+                drafter._choice.drafted = set()
+                drafter._choice.matches = dict.fromkeys(seqs, NO_MATCH)
                 plan = Plan(False, (0,) * len(seqs))
             return plan
 
@@ -494,7 +494,7 @@ def test_a_stream_that_rested_drafts_as_one_that_did_not(decoders):
                     seen[seq, len(drafter._sampler.tokens[seq])] = one.tokens
             return made
 
-        drafter._choose, drafter.draft = chosen, draft
+        drafter._choice.plan, drafter.draft = chosen, draft
         generate(decoder, SpeculativeStep(drafter), PROMPTS, stop=StopSettings(max_new_tokens=24))
         drafts.append(seen)
     both = drafts[0].keys() & drafts[1].keys()

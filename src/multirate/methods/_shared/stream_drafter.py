@@ -11,7 +11,7 @@ is (draft_runner.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -21,22 +21,16 @@ from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.acceptance import choose_path
-from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
+from multirate.decoding.speculate.budget import Plan
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
-from multirate.decoding.speculate.text_source import TextSource
+from multirate.methods._shared.branch_reading import BranchReading
+from multirate.methods._shared.draft_choice import DraftChoice
 from multirate.methods._shared.draft_grower import DraftGrower, GrowingDraft, Trusting
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
 from multirate.methods._shared.stream_config import StreamDecodeConfig
-from multirate.methods._shared.stream_estimates import (
-    LOSSY_COSTS,
-    NO_MATCH,
-    Match,
-    StreamEstimates,
-)
-from multirate.methods._shared.waiting_tokens import WaitingTokens
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.fused import DraftShape, FusedSequences, FusedStep, Growth, Unverified
 from multirate.runtime.kv_cache import KVCache
@@ -68,16 +62,16 @@ class StreamDrafter(Drafter):
         self.decoder, self.runner, self.config = decoder, runner, config
         self._lookup = Lookup.of(config.texts, decoder) if config.lookup else Lookup(0)
         self._trusting = trusting
-        self._lossless, self._most = trusting is None, config.nodes
+        lossless, self._most = trusting is None, config.nodes
         if trusting is not None:
             self._most = max(self._most, min(_MOST_NODES, config.nodes + trusting.nodes))
-        self._prices = config.draft_threshold is None or config.verify_threshold is None
+        prices = config.draft_threshold is None or config.verify_threshold is None
         self.traits = Traits(
             start=start,
             max_nodes=self._most,
-            lossless=self._lossless,
+            lossless=lossless,
             taps=runner.taps,
-            adapts=self._lossless and self._prices,
+            adapts=lossless and prices,
             looks_up=self._lookup.longest > 0,
         )
         self._expected: tuple[float, ...] = ()
@@ -90,20 +84,12 @@ class StreamDrafter(Drafter):
             trusting=trusting,
         )
         self._cache: KVCache | None = None
-        self._waiting: dict[int, WaitingTokens] = {}
-        # Of sequence 0: tokens whose K/V in the stream's own layer are final, but for those before
-        # `_seen_from`, which are not there: its window ended after them.
-        self._refreshed = self._seen_from = 0
-        self._lossy_costs = None if self._lossless else LOSSY_COSTS
-        self._shared = self._new_estimates(self._lossy_costs)
-        self._own: dict[int, StreamEstimates] = {}  # by sequence
-        self._streamed: set[int] = set()  # sequences whose step under way the stream drafts
-        self._matches: dict[int, Match] = {}
-        self._texts: dict[int, TextSource] = {}
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         runner.see(config.window)
         packed = runner.packed
         self._fused = None if packed is None else packed.fused(self._shape(), self._lookup)
+        self._reading = BranchReading(runner, self._fused, refresh)
+        self._choice = DraftChoice(config, self._lookup, self._most, lossless, self._fused)
 
     def _shape(self) -> DraftShape:
         config, trusting = self.config, self._trusting
@@ -120,26 +106,6 @@ class StreamDrafter(Drafter):
             self._refresh,
             unverified,
         )
-
-    def _new_estimates(self, costs: StepCosts | None) -> StreamEstimates:
-        """costs: costs by which drafts grow, independent of the clock, where the settings leave
-        thresholds open; None: still to be measured.
-        """
-        made = StreamEstimates.of(self.config, self._most, self._lookup)
-        if costs is not None and self._prices:
-            rates = made.continuations
-            made.go_by(DraftLengthController(costs, self._most, rates, timed=False))
-        return made
-
-    def _estimates(self, seq: int) -> StreamEstimates:
-        """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
-        generations before; what drafts of lossless ones go by is of all of them.
-        """
-        if self._lossless:
-            return self._shared
-        if seq not in self._own:
-            self._own[seq] = self._new_estimates(self._lossy_costs)
-        return self._own[seq]
 
     def expect(self, rates: Sequence[float]) -> None:
         self._expected = tuple(rates)
@@ -163,37 +129,30 @@ class StreamDrafter(Drafter):
         if self._costs is None:
             self._costs = super().costs(decoder)
             if self._fused is not None:
-                fixed, level = self._fused.draft_costs(self._shared.continuations)
+                fixed, level = self._fused.draft_costs(self._choice.shared.continuations)
                 costs = replace(self._costs.costs, draft_step=level, draft_fixed=fixed)
                 self._costs = replace(self._costs, costs=costs)
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        shared = self._shared
-        if shared.controller is None and self.traits.adapts:
-            costs = self.costs(self.decoder).costs
-            shared.go_by(
-                DraftLengthController(
-                    costs, self.config.nodes, shared.continuations, self._expected
-                )
-            )
-        if shared.controller is not None:
-            shared.controller.pause()
+        if self._choice.shared.controller is None and self.traits.adapts:
+            self._choice.go_by(self.costs(self.decoder).costs, self._expected)
+        self._choice.pause()
         self.runner.begin(cache)
+        self._reading.begin()
         self._enter(cache, sampler)
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._sampler = cache, sampler
-        self._waiting, self._refreshed, self._seen_from = {}, 0, 0
-        self._texts, self._trees, self._matches = {}, {}, {}
-        self._own, self._streamed = {}, set()
+        self._trees = {}
+        self._choice.begin(sampler)
         self._grower.refused = -np.inf
         if self._fused is not None:
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     @property
     def refused(self) -> float | None:
-        if self._lossless:
+        if self.traits.lossless:
             return None
         fused = -np.inf if self._fused is None else self._fused.refused
         return max(self._grower.refused, fused)
@@ -201,35 +160,14 @@ class StreamDrafter(Drafter):
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
             return 0
-        if not self._refresh:
-            return length
-        length = min(length, self._refreshed + len(self._left_behind().ids))
-        window = self.runner.window
-        if window is not None and self._seen_from and length - window < self._seen_from:
-            # the text parts from the earlier one where the own layer sees what it has not read
-            return max(0, length - window)
-        return length
-
-    def _left_behind(self) -> WaitingTokens:
-        """The tokens after the refreshed ones of sequence 0 that the block could read."""
-        if self._fused is not None and 0 in self._fused:
-            unread = self._fused.unread(0)
-            return WaitingTokens(list(unread.ids), list(unread.carried))
-        return self._waiting.get(0) or WaitingTokens()
+        return self._reading.usable(length)
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._shared.controller is not None:
-            self._shared.controller.pause()
-        behind, refreshed, seen_from = self._left_behind(), self._refreshed, self._seen_from
+        self._choice.pause()
+        reading = self._reading
+        behind = reading.left_behind()  # the decoder's steps forget it
         self._enter(cache, sampler)
-        if seen_from:  # where it lies ahead, what has been kept ends before, and the rest is read
-            self._seen_from = min(seen_from, cache.lengths[0] + 1)
-        # the token after the kept ones is read again and gives no carried residual of its own: what
-        # is known of it is kept, too
-        self._refreshed = min(refreshed, cache.lengths[0] + 1)
-        behind.keep(cache.lengths[0] + 1 - self._refreshed)
-        if behind.ids:
-            self._waiting[0] = behind
+        reading.resume(behind, cache.lengths[0])
 
     def prefill(
         self,
@@ -238,111 +176,27 @@ class StreamDrafter(Drafter):
         hidden_final: Sequence[Tensor],
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
-        """The block reads what it will see of the prompts only before the first draft."""
+        """The own layer reads what it will see of the prompts only before the first draft."""
         window = self.runner.window
         for seq, prompt, final, inner in zip(seqs, prompts, hidden_final, taps, strict=True):
             unseen = 0 if window is None else max(0, len(final) - window - 1)
             hidden = self.runner.carried(
                 final[unseen:], {layer: states[unseen:] for layer, states in inner.items()}
             )
-            waiting = self._waiting.setdefault(seq, WaitingTokens(last=hidden[-1]))
-            waiting.last = hidden[-1]
-            first = len(prompt) - len(hidden)
-            carried = hidden[:-1]
-            if first:
-                # the first token read again has its K/V in the block, or is not seen; what it gives
-                # is the next one's h_L
-                first += 1
-            else:
-                carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
-            if unseen:
-                waiting.keep(0)
-            if self._refresh and first < len(prompt):
-                waiting.add(prompt[first:], carried)
-            forgotten = waiting.keep_newest(window)
-            if seq == 0:
-                self._refreshed = len(prompt) - len(waiting.ids)
-                if unseen or forgotten:
-                    self._seen_from = self._refreshed
+            self._reading.prefill(seq, prompt, hidden, bool(unseen))
 
     def behind(self, seqs: Sequence[int]) -> int:
-        fused = self._fused
-        return sum(
-            fused.behind(seq) if fused is not None and seq in fused else len(self._waiting[seq].ids)
-            for seq in seqs
-        )
+        return sum(self._reading.behind(seq) for seq in seqs)
 
     def accept(self, seq: int, verified: Verified) -> None:
-        path = verified.path
+        path, tokens = verified.path, self._sampler.tokens[seq]
         inner = {layer: verified.of_path(states) for layer, states in verified.taps.items()}
         carried = self.runner.carried(verified.accepted, inner)
-        tree, tokens = self._trees.pop(seq, None), self._sampler.tokens[seq]
-        self._learn(
-            seq,
-            tokens[-len(path) :],
-            tree if tree is not None else DraftTree(0),
-            path,
-            len(verified.hidden) - 1,
-        )
-        waiting = self._waiting[seq]
-        if self._refresh:
-            if seq not in self._streamed:
-                waiting.add(tokens[-len(path) - 1 : -len(path)], waiting.last[None])
-            if len(path) > 1:
-                # before the last token come the accepted nodes, whose carried residuals are now
-                # known
-                waiting.add(tokens[-len(path) : -1], carried[:-1])
-        waiting.last = carried[-1]
-
-    def _learn(
-        self,
-        seq: int,
-        emitted: Sequence[int],
-        tree: DraftTree,
-        path: Sequence[int],
-        nodes: int,
-        draft_seconds: float | None = None,
-    ) -> None:
-        """What came true of the sequence's step: see StreamEstimates."""
-        self._estimates(seq).observe(
-            emitted,
-            tree,
-            path,
-            nodes,
-            match=self._matches.get(seq, NO_MATCH),
-            streamed=seq in self._streamed,
-            draft_seconds=draft_seconds,
-        )
-
-    def _choose(self, request: DraftRequest, behind: int) -> Plan:
-        """Starts a step of sequences with the same estimates: what it drafts with, and the
-        thresholds.
-        """
-        seqs, limits = request.seqs, request.limits
-        known = self._estimates(seqs[0])
-        known.price(self.config, len(seqs))
-        self._streamed |= set(seqs)
-        if known.controller is None:
-            if any(limits):
-                return Plan(True)
-            self._streamed -= set(seqs)
-            return Plan(False, (0,) * len(seqs))
-        nodes = self.config.nodes
-        most = [min(nodes, limit) for limit in limits]
-        found = []
-        for seq, count in zip(seqs, most, strict=True):
-            match = NO_MATCH
-            if self._lookup.longest:
-                if self._fused is not None and seq in self._fused:
-                    match = Match(*self._fused.look_up(seq, nodes))
-                else:
-                    match = Match(*self._text_of(seq).look_up(self._sampler.tokens[seq], nodes))
-            self._matches[seq] = match
-            found.append((match.matched, count))
-        plan = known.controller.choose(found, max(limits), behind, request.rests)
-        if not plan.stream:
-            self._streamed -= set(seqs)
-        return plan
+        tree = self._trees.pop(seq, None)
+        if tree is None:
+            tree = DraftTree(0)
+        self._choice.learn(seq, tokens[-len(path) :], tree, path, len(verified.hidden) - 1)
+        self._reading.accepted(seq, tokens, carried, seq in self._choice.drafted)
 
     def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
         fused, seqs = self._fused, request.seqs
@@ -356,30 +210,29 @@ class StreamDrafter(Drafter):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
         growths: dict[int, Growth] = {}
-        for group in self._alike(seqs):
-            part = request.part(group)
-            plan = self._choose(part, self.behind(part.seqs))
+        for part, plan in self._plans(request):
             for i, (seq, limit) in enumerate(part.pairs):
                 growths[seq] = self._growth(seq, limit, None if plan.stream else plan.text[i])
         done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
-            if self._estimates(seq).controller is not None or self._lookup.longest:
-                self._learn_fused(seq, fused, step)
+            self._choice.learn_fused(seq, step)
         return done
 
-    def _alike(self, seqs: Sequence[int]) -> list[list[int]]:
-        """The places of sequences that go by the same estimates, together."""
-        every = list(range(len(seqs)))
-        return [every] if self._lossless else [[i] for i in every]
+    def _plans(self, request: DraftRequest) -> Iterator[tuple[DraftRequest, Plan]]:
+        """What the step drafts with, for the sequences that go by the same estimates together."""
+        for group in self._choice.alike(request.seqs):
+            part = request.part(group)
+            yield part, self._choice.plan(part, self.behind(part.seqs))
 
     def _growth(self, seq: int, limit: int, copied: int | None) -> Growth:
         """How a sequence's step drafts: with the draft branch, or (copied) with this many tokens of
         the text.
         """
-        known = self._estimates(seq)
+        assert self._cache is not None
+        known = self._choice.estimates(seq)
         depth, deepest = 0, copied
         if copied is None:
-            self._note_refreshed(seq)
+            self._reading.step_begins(seq, self._cache.lengths[seq])
             depth, deepest = self._depths(limit)
         return Growth(
             depth,
@@ -392,8 +245,7 @@ class StreamDrafter(Drafter):
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
         """The sequence's first fused step begins."""
-        waiting = self._waiting.pop(seq)
-        known = self._estimates(seq)
+        waiting, known = self._reading.waiting.pop(seq), self._choice.estimates(seq)
         fused.enter(
             seq,
             [*waiting.ids, last_token],
@@ -403,49 +255,18 @@ class StreamDrafter(Drafter):
             known.calibration,
         )
 
-    def _learn_fused(self, seq: int, fused: FusedSequences, done: FusedStep) -> None:
-        if not done.drafted and seq not in self._streamed:  # a plain step
-            self._learn(seq, done.tokens, DraftTree(0), [0], 0, done.draft_seconds)
-            return
-        nodes = fused.nodes(seq)
-        tree = DraftTree(0, drafted=nodes.drafted, continued=nodes.continued)
-        tree.matched, tree.best = nodes.matched, nodes.best
-        tree.tokens, tree.parents = nodes.tokens, nodes.parents
-        tree.confidence, tree.trusted = nodes.confidence, nodes.unverified
-        path, depth = [0], tree.depth
-        for node, (parent, token) in enumerate(
-            zip(tree.parents, tree.tokens, strict=True), start=1
-        ):
-            depth.append(depth[parent] + 1)
-            if parent == path[-1] and token == done.tokens[len(path) - 1]:
-                path.append(node)
-        self._learn(seq, done.tokens, tree, path, done.drafted, done.draft_seconds)
-
-    def _note_refreshed(self, seq: int) -> None:
-        """A step begins: it refreshes all of the sequence's committed tokens that were not yet and
-        are seen, and the last one enters with its true carried residual.
-        """
-        assert self._cache is not None
-        if seq == 0:
-            length, window = self._cache.lengths[0], self.runner.window
-            if window is not None and self.behind([0]) > window:
-                self._seen_from = length - window
-            self._refreshed = length + 1
-
     def draft(self, request: DraftRequest) -> list[Draft]:
         """One pass of both streams per level, all sequences in it whose draft is the stream's."""
         made: dict[int, Draft] = {}
-        streamed: list[int] = []
-        for group in self._alike(request.seqs):
-            part = request.part(group)
-            plan = self._choose(part, sum(len(self._waiting[seq].ids) for seq in part.seqs))
+        drafted: list[int] = []
+        for part, plan in self._plans(request):
             if plan.stream:
-                streamed += group
+                drafted += part.seqs
             else:
                 for seq, count in zip(part.seqs, plan.text, strict=True):
                     made[seq] = self._from_text(seq, count)
-        if streamed:
-            part = request.part(streamed)
+        if drafted:
+            part = request.part([list(request.seqs).index(seq) for seq in drafted])
             growing = [
                 self._growing(seq, last_token, limit)
                 for (seq, limit), last_token in zip(part.pairs, part.last_tokens, strict=True)
@@ -457,8 +278,8 @@ class StreamDrafter(Drafter):
 
     def _growing(self, seq: int, last_token: int, limit: int) -> GrowingDraft:
         assert self._cache is not None
-        self._note_refreshed(seq)
-        known = self._estimates(seq)
+        length, known = self._cache.lengths[seq], self._choice.estimates(seq)
+        self._reading.step_begins(seq, length)
         tree = DraftTree(
             *self._depths(limit),
             calibrated=known.calibration,
@@ -467,11 +288,11 @@ class StreamDrafter(Drafter):
         )
         return GrowingDraft(
             seq,
-            self._cache.lengths[seq],
+            length,
             last_token,
-            self._waiting[seq],
+            self._reading.waiting[seq],
             known,
-            self._text_of(seq) if self._lookup.longest else None,
+            self._choice.text_of(seq) if self._lookup.longest else None,
             tree,
         )
 
@@ -483,7 +304,7 @@ class StreamDrafter(Drafter):
 
     def _from_text(self, seq: int, count: int) -> Draft:
         """The text's continuation by itself; the step runs the layers below the gate."""
-        match = self._matches.get(seq, NO_MATCH)
+        match = self._choice.match(seq)
         tree = DraftTree(0)
         tree.continue_with(match.continuation[:count], match.matched)
         self._trees[seq] = tree
@@ -494,9 +315,3 @@ class StreamDrafter(Drafter):
         """Tokens looked at below a node: one more than the width may become a leaf."""
         c = self.config
         return 1 if c.width == 1 and c.nodes <= c.depth else c.width + 1
-
-    def _text_of(self, seq: int) -> TextSource:
-        """What the sequence's text is looked up in."""
-        if seq not in self._texts:
-            self._texts[seq] = self._lookup.source()
-        return self._texts[seq]

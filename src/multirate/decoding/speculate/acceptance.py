@@ -45,12 +45,8 @@ def choose_path(
     """`runtime.fused.ChoosePath`: the sampler's tokens down a draft, of the rows that are
     reached.
     """
-    descent = Descent(Draft(tokens, parents))
-    chosen: list[int] = []
-    while not chosen or descent.follow(chosen[-1]):
-        row = logits[descent.path[-1]][None]
-        chosen += sampler.choose(row, [seq], [descent.drafted])
-    return descent.path, chosen
+    [(path, bonus)] = accept_chosen(sampler, [seq], [Draft(tokens, parents)], logits)
+    return path, [*(tokens[node - 1] for node in path[1:]), bonus]
 
 
 def split(values: list[int], counts: Sequence[int]) -> list[list[int]]:

@@ -41,8 +41,6 @@ from multirate.runtime.rows import Rows
 if TYPE_CHECKING:
     from multirate.runtime.native.decoder import NativeDecoder
 
-MAX_NODES = abi.constant("MAX_NODES")
-"""Of a draft: the kernel's arrays, and a tree's bits, end there."""
 _MEASURED_LEVELS = 6  # of the longer of two measured drafts
 
 

@@ -44,15 +44,15 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
     out->outliers = outliers;
     int16_t *to = copy + all_rows;
     for (int t = 0; t < out->tiles; t++) {
-        const int16_t *of_tile[PRODUCT_ROWS];
+        const int32_t *of_tile[PRODUCT_ROWS];
         int first = out->begin[t], taken = out->begin[t + 1] - first;
         for (int i = 0; i < taken; i++) {
             int n = first + i;
             int16_t *q = copy + (size_t)n * in;
             out->scale[n] = v->quantise_row(x[n], in, rest, q, outliers + n);
-            of_tile[i] = q;
+            of_tile[i] = (const int32_t *)q;
         }
-        v->fixed_arrange(of_tile, taken, in, to);
+        interleave(of_tile, taken, v->fixed_lanes(taken), in / 2, (int32_t *)to);
         out->arranged[t] = to;
         to += (size_t)v->fixed_lanes(taken) * in;
     }

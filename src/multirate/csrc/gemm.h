@@ -30,7 +30,7 @@ typedef struct {
     int tiles;
     int begin[MAX_ROWS + 1];
     const float *const *rows; // ROWS_FLOAT
-    // ROWS_FIXED: each tile's rows as fixed_arrange leaves them, and of each row its scale and
+    // ROWS_FIXED: each tile's rows as fixed_product reads them, and of each row its scale and
     // outliers
     const int16_t *arranged[MAX_ROWS];
     float scale[MAX_ROWS];

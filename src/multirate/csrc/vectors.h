@@ -107,11 +107,8 @@ typedef struct {
     int short_weights;
     // q = row [in] in steps of the returned scale, without its outliers. rest [in]: scratch.
     float (*quantise_row)(const float *row, int in, float *rest, int16_t *q, Outliers *out);
-    // `count` rows [in] of a tile, in the order in which fixed_product reads them: to
-    // [fixed_lanes · in].
-    void (*fixed_arrange)(const int16_t *const *rows, int count, int in, int16_t *to);
-    // The 16 outputs of a column for the rows of a tile with these scales and outliers: to has room
-    // for fixed_lanes(count) rows, GROUP_FLOATS apart.
+    // The 16 outputs of a column for the rows of a tile, [in / 2][fixed_lanes(count)][2], with
+    // these scales and outliers: to has room for fixed_lanes(count) rows, GROUP_FLOATS apart.
     void (*fixed_product)(const Column *column, const int16_t *rows, int count, int pairs,
                           const float *scales, const Outliers *outliers, const Ahead *ahead,
                           float *to);

@@ -1,7 +1,7 @@
 // The inner loops for one instruction set, that of the compiler's flags, under the name that it
 // gives as VECTORS.
 #include "attend.h"
-#include "fixed_product.h"
+#include "fixed.h"
 #include "gates.h"
 #include "logits.h"
 #include "numbers.h"
@@ -31,7 +31,6 @@ const Vectors VECTORS = {
     .fixed_lanes = fixed_lanes,
     .short_weights = SHORT_WEIGHTS,
     .quantise_row = quantise_row,
-    .fixed_arrange = fixed_arrange,
     .fixed_product = fixed_product,
     .put_sums = put_sums,
     .gates = gates,

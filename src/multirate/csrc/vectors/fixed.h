@@ -15,21 +15,14 @@
 #if LANES == 16
 #define FIXED_ROWS 24
 #define SHORT_WEIGHTS 1
-#define FETCH_HINT 2 // into the second cache
 #else
 #define FIXED_ROWS 6
 #define SHORT_WEIGHTS 0
-#define FETCH_HINT (LANES == 8 ? 3 : 2)
 #endif
 
 // Tiles have 1, 2, … 12, 14, 16, … 24 lanes.
 static int fixed_lanes(int rows) {
     return rows <= 12 ? rows : (rows + 1) / 2 * 2;
-}
-
-INLINE void fetch_line(const Ahead *ahead, long k) {
-    __builtin_prefetch((k < ahead->own ? ahead->here : ahead->next) + k * ahead->stride, 0,
-                       FETCH_HINT);
 }
 
 #if LANES == 16
@@ -112,7 +105,7 @@ INLINE void fixed_pass(int lanes, int format, const char *weight, const int32_t 
     long k = 0, every = twelve ? pairs / 4 * 3 : pairs, last = every - lines;
     for (; k <= last; k += lines, x += step * lanes, weight += lines * LINE_BYTES) {
         EACH (line, lines)
-            fetch_line(ahead, k + line);
+            fetch_line(ahead, k + line, LANES == 8);
         EACH (line, step)
             add_line(sum[line % sums], lanes, format, weight, line, x);
     }
@@ -150,7 +143,7 @@ static void plain_tile(int count, int format, const char *weight, const int16_t 
     int32_t sums[FIXED_ROWS][16] = {{0}};
     int16_t line[32];
     for (long k = 0; k < pairs; k++) {
-        fetch_line(ahead, k);
+        fetch_line(ahead, k, 0);
         if (format == WEIGHTS_INT12)
             line_of_twelve_bits(weight, k, line);
         else

@@ -47,6 +47,17 @@ typedef float f8 __attribute__((vector_size(32)));     // 8 fp32 lanes
     CASE(8, __VA_ARGS__)                                                                           \
     CASE(9, __VA_ARGS__) CASE(10, __VA_ARGS__) CASE(11, __VA_ARGS__) CASE(12, __VA_ARGS__)
 
+// Into the core's first cache (near) or its second.
+INLINE void fetch(const void *line, int near) {
+    if (near)
+        __builtin_prefetch(line, 0, 3);
+    else
+        __builtin_prefetch(line, 0, 2);
+}
+INLINE void fetch_line(const Ahead *ahead, long k, int near) {
+    fetch((k < ahead->own ? ahead->here : ahead->next) + k * ahead->stride, near);
+}
+
 INLINE f16 splat(float f) {
     return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f};
 }

@@ -36,12 +36,8 @@ INLINE void tile_pass(int rows, int vectors, TilePass p, f16 (*acc)[4]) {
             sum[n][m] = load_v((const float *)acc[n] + m * LANES);
     }
     for (long k = 0; k < p.pairs; k++, p.weight += p.step, p.ahead += p.stride) {
-        EACH (line, p.lines) {
-            if (p.near)
-                __builtin_prefetch(p.ahead + p.gap * line, 0, 3);
-            else
-                __builtin_prefetch(p.ahead + p.gap * line, 0, 2);
-        }
+        EACH (line, p.lines)
+            fetch(p.ahead + p.gap * line, p.near);
         EACH (half, 2) {
             int odd = 1 - half;
             fv w[4 * PARTS];

@@ -35,6 +35,18 @@ enum { ROWS_FLOAT, ROWS_FIXED, ROWS_BYTES, ROW_KINDS };
 // as one for each 16 inputs; formats with a least weight add least · Σ x instead.
 enum { START_8, START_16, START_128, START_HALVES, SCALED_SUM, START_KINDS };
 
+// The quantised formats: bits of a weight, how its zero enters, the zero, and whether K-quant
+// factors multiply the scales.
+#define QUANTISED_FORMATS(F)                                                                       \
+    F(Q8_0, 8, START_128, 128, 0)                                                                  \
+    F(Q4_0, 4, START_8, 8, 0)                                                                      \
+    F(Q4_1, 4, SCALED_SUM, 0, 0)                                                                   \
+    F(Q5_0, 5, START_16, 16, 0)                                                                    \
+    F(Q5_1, 5, SCALED_SUM, 0, 0)                                                                   \
+    F(Q4_K, 4, SCALED_SUM, 0, 1)                                                                   \
+    F(Q5_K, 5, SCALED_SUM, 0, 1)                                                                   \
+    F(Q6_K, 6, START_HALVES, 32, 1)
+
 typedef struct {
     const char *name;
     int rows;          // ROWS_…

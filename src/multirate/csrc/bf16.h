@@ -1,7 +1,7 @@
 // bf16 numbers and fp32, one at a time.
 #ifndef MULTIRATE_BF16_H
 #define MULTIRATE_BF16_H
-#include "abi.h"
+#include "include/model.h"
 
 static inline float from_bf16(bf16 b) {
     union {

@@ -88,15 +88,13 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
                       stream->carry_eps};
     Rows all = rows_of(&both, 0, total, around->capacity);
     all.adapted = adapted;
-    level.layers = (LayerCall){stream->shape,
-                               stream->layers,
-                               around->caches,
-                               stream->adapters,
-                               all,
-                               x,
-                               0,
-                               stream->exit_layer,
-                               0};
+    level.layers = (LayerCall){.shape = stream->shape,
+                               .layers = stream->layers,
+                               .caches = around->caches,
+                               .adapters = stream->adapters,
+                               .rows = all,
+                               .x = x,
+                               .stop = stream->exit_layer};
     if (stream->merged) {
         level.layers.layers = stream->merged;
         level.layers.adapters = NULL;
@@ -108,8 +106,13 @@ static void draft_level(Workspace *work, const Stream *stream, const Surrounding
         own.adapted = NULL;
         own.capacity = around->block_capacity;
         // of a token that is committed already the block's keys and values are all that is read
-        level.block = (LayerCall){
-            stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, old};
+        level.block = (LayerCall){.shape = stream->block_shape,
+                                  .layers = stream->block,
+                                  .caches = around->block_cache,
+                                  .rows = own,
+                                  .x = p,
+                                  .stop = 1,
+                                  .key_rows = old};
         if (stream->block->norm_beside)
             level.block.beside = put_aside(work, stream, carried, n, p);
     }

@@ -1,6 +1,7 @@
 // Draft trees (draft.c).
 #ifndef MULTIRATE_DRAFT_H
 #define MULTIRATE_DRAFT_H
+#include "include/speculate.h"
 #include "layers.h"
 
 // What a level of a draft reads and writes besides its rows.

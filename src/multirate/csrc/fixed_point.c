@@ -26,7 +26,7 @@
 //     | p0a p0b p1a p1b … p31a p31b |
 //     | p0c p0d p1c p1d … p31c p31d |
 //     | c0a+c0b c0c+c0d … c31a+c31b c31c+c31d |   the first in the lower half
-#include "gemm.h"
+#include "operand.h"
 
 // The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
 // row whose norm sits in a few outliers (more than 3/4 of it squared) would leave too few steps for

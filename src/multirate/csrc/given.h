@@ -1,7 +1,7 @@
 // Drafts copied from other texts (given.c).
 #ifndef MULTIRATE_GIVEN_H
 #define MULTIRATE_GIVEN_H
-#include "abi.h"
+#include "include/speculate.h"
 
 // The longest end of the `count` tokens up to `end` (exclusive) that occurs in the texts, of
 // GIVEN_LEAST to GIVEN_LONGEST tokens: returns its length, and in *place where its continuation

@@ -5,7 +5,6 @@
 #include "layers.h"
 
 #include "attention.h"
-#include "row_parts.h"
 
 // Whether a thread can compute the queries, keys and values of just its own heads: no barrier
 // before attention then.
@@ -84,6 +83,21 @@ static void add_sums(Workspace *work, const Shape *s, const Sums *sums, int rows
         vectors()->add_normed(sums->out.y + (size_t)n * d, sums->norm, d, s->eps, s->residual_scale,
                               x + (size_t)n * d);
     barrier(work, threads);
+}
+
+// Signals that a slice's keys and values are in the call's `layer`-th layer, and waits until those
+// of all earlier rows are (passes.c).
+static void wait_for_earlier_rows(const Turn *turn, int layer) {
+    Workspace *const *others = turn->of->apart;
+    int threads = turn->threads, layers = turn->layers;
+    atomic_store_explicit(&others[turn->part % threads]->reached,
+                          turn->part / threads * layers + layer + 1, memory_order_release);
+    for (int part = turn->part - 1; part >= 0 && part > turn->part - threads; part--) {
+        int wanted = part / threads * layers + layer + 1;
+        const atomic_int *reached = &others[part % threads]->reached;
+        for (int spins = 0; atomic_load_explicit(reached, memory_order_acquire) < wanted; spins++)
+            wait_a_little(spins);
+    }
 }
 
 void run_layers(Workspace *work, void *context, int id, int threads) {
@@ -204,69 +218,4 @@ void run_layers(Workspace *work, void *context, int id, int threads) {
     }
     if (tap < call->tap_count) // of the last layer's output
         note_residuals(call, tap, id, threads);
-}
-
-// The call on any number of rows, MAX_ROWS at a time.
-static void run_all_rows(Workspace *work, LayerCall call) {
-    Rows rows = call.rows;
-    if (rows_go_in_parts(work, &rows)) {
-        run_row_parts(work, &call);
-        return;
-    }
-    make_room(work, call.shape, call.adapters != NULL);
-    for (int n = 0; n < rows.count; n += call.rows.count) {
-        call.rows = some_rows(&rows, n, rows.count - n < MAX_ROWS ? rows.count - n : MAX_ROWS);
-        run_parallel(work, run_layers, &call, call.layers + call.start,
-                     call.rows.count << 12 | (call.stop - call.start));
-        call.x += (size_t)call.rows.count * call.shape->hidden;
-        if (call.tap_count)
-            call.noted += (size_t)call.rows.count * call.tap_count * call.shape->hidden;
-    }
-}
-
-void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-               const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop) {
-    run_all_rows(work, (LayerCall){.shape = shape,
-                                   .layers = layers,
-                                   .caches = caches,
-                                   .adapters = adapters,
-                                   .rows = *rows,
-                                   .x = x,
-                                   .start = start,
-                                   .stop = stop});
-}
-
-void layers_with_taps(Workspace *work, const Shape *shape, const Layer *layers,
-                      const LayerCache *caches, const Rows *rows, float *x, int start, int stop,
-                      const int32_t *taps, int tap_count, float *noted) {
-    run_all_rows(work, (LayerCall){.shape = shape,
-                                   .layers = layers,
-                                   .caches = caches,
-                                   .rows = *rows,
-                                   .x = x,
-                                   .start = start,
-                                   .stop = stop,
-                                   .taps = taps,
-                                   .noted = noted,
-                                   .tap_count = tap_count});
-}
-
-void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-                const Rows *rows, float *x, int start, int stop) {
-    make_room(work, shape, 0);
-    for (int n = 0; n < rows->count; n += MAX_ROWS) {
-        int take = rows->count - n < MAX_ROWS ? rows->count - n : MAX_ROWS;
-        for (int l = start; l < stop; l++) {
-            LayerCall call = {shape,
-                              layers,
-                              caches,
-                              NULL,
-                              some_rows(rows, n, take),
-                              x + (size_t)n * shape->hidden,
-                              l,
-                              l + 1,
-                              take};
-            run_parallel(work, run_layers, &call, layers + l, take);
-        }
-    }
 }

@@ -1,7 +1,7 @@
 // Drafts that continue an n-gram of the text (ngram.c).
 #ifndef MULTIRATE_NGRAM_H
 #define MULTIRATE_NGRAM_H
-#include "abi.h"
+#include "include/speculate.h"
 
 // Nodes of a draft at most, trusted ones included.
 static inline int node_capacity(const DraftLimits *limits) {

@@ -1,7 +1,7 @@
 // The random numbers that sampling adds to logits (noise.c).
 #ifndef MULTIRATE_NOISE_H
 #define MULTIRATE_NOISE_H
-#include "abi.h"
+#include "include/model.h"
 
 // Of the place `ahead` places after `noise`'s.
 static inline Noise noise_ahead(const Noise *noise, int ahead) {

@@ -193,8 +193,16 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen 
     const Stream *stream = step->stream;
     const Shape *shape = stream->shape;
     double begin = seconds_now();
-    layers_with_taps(work, shape, stream->layers, step->caches, rows, to.hidden, start,
-                     step->layers, stream->taps, stream->tap_count, to.features);
+    run_all_rows(work, (LayerCall){.shape = shape,
+                                   .layers = stream->layers,
+                                   .caches = step->caches,
+                                   .rows = *rows,
+                                   .x = to.hidden,
+                                   .start = start,
+                                   .stop = step->layers,
+                                   .taps = stream->taps,
+                                   .noted = to.features,
+                                   .tap_count = stream->tap_count});
     double layers_done = seconds_now();
     work->spent[SPENT_OWN] += layers_done - begin;
     if (screen)

@@ -12,7 +12,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "abi.h"
+#include "include/model.h"
 
 // A tile of bf16 weights, keys or values has up to 6 rows; integer tiles have more.
 #define TILE_ROWS 6

@@ -1,7 +1,5 @@
 #include "workspace.h"
 
-#include "attention.h"
-
 #include <time.h>
 
 double seconds_now(void) {
@@ -100,12 +98,17 @@ void mr_workspace_close(Workspace *work) {
         free(shared[i]);
     for (int id = 0; id < MAX_THREADS; id++) {
         ThreadScratch *mine = &work->own[id];
-        close_attention_scratch(mine->attention);
-        free(mine->normed);
-        free(mine->fixed);
-        free(mine->bytes);
-        free(mine->rest);
-        free(mine->outliers);
+        void *own[] = {mine->normed,
+                       mine->fixed,
+                       mine->bytes,
+                       mine->rest,
+                       mine->outliers,
+                       mine->attention.scores,
+                       mine->attention.weights,
+                       mine->attention.queries,
+                       mine->attention.paths};
+        for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+            free(own[i]);
         mr_workspace_close(work->apart[id]);
     }
     free(work);

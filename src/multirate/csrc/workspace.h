@@ -9,14 +9,20 @@
 
 #define MAX_THREADS 64
 
-typedef struct AttentionScratch AttentionScratch;
+// What attention of a tile's queries works in.
+typedef struct {
+    float *scores, *weights; // [TILE_ROWS, capacity]
+    float *queries;          // [TILE_ROWS, MAX_HEAD_DIM]
+    PathCopy *paths;         // [TILE_ROWS]
+    size_t scores_size, weights_size, queries_size, paths_size;
+} AttentionScratch;
 
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
 // `fixed`, what lacks its outliers in `rest` on the way; products with quantised weights theirs in
 // `bytes`.
 typedef struct {
     float *normed;
-    AttentionScratch *attention;
+    AttentionScratch attention;
     int16_t *fixed;
     char *bytes;
     float *rest;
@@ -34,7 +40,7 @@ struct Workspace {
     // Written by every thread at every barrier: on a cache line of their own.
     _Alignas(64) atomic_uint barrier_count;
     atomic_uint barrier_phase;
-    // Of a thread that runs rows of its own (row_parts.c): the layers whose keys and values it has
+    // Of a thread that runs rows of its own (passes.c): the layers whose keys and values it has
     // written, of all its parts.
     _Alignas(64) atomic_int reached;
     _Alignas(64) ThreadChoice choice;

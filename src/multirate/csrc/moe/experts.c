@@ -1,4 +1,5 @@
 // A mixture of experts: the router, the experts as their weights arrive, and the sum.
+#include "../include/experts.h"
 #include "../layers.h"
 
 #define FEW_ROWS                                                                                   \

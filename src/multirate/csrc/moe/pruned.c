@@ -1,5 +1,6 @@
 // Predicts where the experts will move the residual before they are in memory: by a low-rank
 // update, by a few neurons of each expert, or by most of its important ones (PrunedExperts).
+#include "../include/experts.h"
 #include "../layers.h"
 
 typedef struct {

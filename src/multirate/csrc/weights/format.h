@@ -22,7 +22,7 @@
 #define MULTIRATE_FORMAT_H
 #include <stddef.h>
 
-#include "../abi.h"
+#include "../include/model.h"
 #include "blocks.h"
 
 #define COLUMN 16

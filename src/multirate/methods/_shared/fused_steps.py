@@ -48,7 +48,7 @@ class Growth:
 
     draft_threshold, verify_threshold: float64 [nodes], least path probability of the n-th node to
     be drafted from and to be verified; None: 0. nodes: trusted ones included. draft_accepted:
-    abi.h's draft_accepted.
+    speculate.h's draft_accepted.
     """
 
     depth: int

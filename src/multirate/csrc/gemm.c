@@ -32,7 +32,7 @@ typedef struct {
 static void add_needs(Needs *needs, int format) {
     const Format *f = format_of(format);
     needs->rows |= 1u << f->rows;
-    if (f->read)
+    if (is_quantised(f))
         needs->starts |= 1u << f->start;
 }
 

@@ -211,7 +211,7 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
         store_v(to + n * stride + first, total[n]);
 }
 
-#define PRODUCT(NAME, BITS, START, ZERO, FACTORS)                                                  \
+#define PRODUCT(NAME, BITS, START, ZERO, FACTORS, BYTES)                                           \
     static void product_##NAME(const Column *column, const ByteRows *x, long blocks,               \
                                const Ahead *ahead, float *to, long stride) {                       \
         for (int first = 0; first < COLUMN; first += LANES)                                        \

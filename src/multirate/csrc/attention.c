@@ -62,11 +62,10 @@ static int whole_blocks(int positions) {
 static int room_for_attention(AttentionScratch *scratch, int capacity) {
     int room = whole_blocks(capacity + MAX_NODES + 16);
     size_t bytes = (size_t)TILE_ROWS * room * sizeof(float);
-    scratch->scores = grown(scratch->scores, &scratch->scores_size, bytes);
-    scratch->weights = grown(scratch->weights, &scratch->weights_size, bytes);
-    scratch->queries = grown(scratch->queries, &scratch->queries_size,
-                             (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(float));
-    scratch->paths = grown(scratch->paths, &scratch->paths_size, TILE_ROWS * sizeof(PathCopy));
+    scratch->scores = grown(scratch->scores, bytes);
+    scratch->weights = grown(scratch->weights, bytes);
+    scratch->queries = grown(scratch->queries, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(float));
+    scratch->paths = grown(scratch->paths, TILE_ROWS * sizeof(PathCopy));
     return room;
 }
 

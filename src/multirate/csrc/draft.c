@@ -47,7 +47,7 @@ static const float *put_aside(Workspace *work, const Stream *stream, const float
                               float *p) {
     int d = stream->shape->hidden;
     size_t bytes = (size_t)n * d * sizeof(float);
-    work->beside = grown(work->beside, &work->beside_size, MAX_ROWS * (size_t)d * sizeof(float));
+    work->beside = grown(work->beside, MAX_ROWS * (size_t)d * sizeof(float));
     memcpy(work->beside, p, bytes);
     memcpy(p, carried, bytes);
     for (int r = 0; stream->norm_in && r < n; r++)
@@ -388,8 +388,7 @@ static Levels room_for_levels(Workspace *work, const Part *parts, int count) {
     const SpeculativeStep *step = parts->step;
     size_t rows = MAX_ROWS * (size_t)step->stream->shape->hidden,
            logits = (size_t)count * parts->limits->width * step->draft_head->outputs;
-    work->levels =
-        grown(work->levels, &work->levels_size, (2 * rows + logits) * sizeof *work->levels);
+    work->levels = grown(work->levels, (2 * rows + logits) * sizeof *work->levels);
     return (Levels){work->levels, work->levels + rows, work->levels + 2 * rows};
 }
 
@@ -591,7 +590,7 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
 void draft_trees(Workspace *work, const Part *parts, int count) {
     const SpeculativeStep *first = parts->step;
     Levels room = room_for_levels(work, parts, count);
-    work->trees = grown(work->trees, &work->trees_size, (size_t)count * sizeof(Tree));
+    work->trees = grown(work->trees, (size_t)count * sizeof(Tree));
     Tree *trees = work->trees;
     begin_trees(work, parts, trees, count, &room);
     for (int s = 0; s < count; s++)

@@ -36,11 +36,9 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
     size_t all_rows = (size_t)rows * in;
     // rows, and tiles of them, each filled up by at most 3
     int16_t *copy = mine->fixed =
-        grown(mine->fixed, &mine->fixed_size,
-              (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
-    float *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
-    Outliers *outliers = mine->outliers =
-        grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
+        grown(mine->fixed, (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
+    float *rest = mine->rest = grown(mine->rest, (size_t)in * sizeof *rest);
+    Outliers *outliers = mine->outliers = grown(mine->outliers, (size_t)rows * sizeof *outliers);
     out->outliers = outliers;
     int16_t *to = copy + all_rows;
     for (int t = 0; t < out->tiles; t++) {

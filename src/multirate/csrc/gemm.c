@@ -70,7 +70,7 @@ static void prepare_bytes(Operand *out, ThreadScratch *mine, unsigned starts, co
         most = out->begin[t + 1] - out->begin[t] > most ? out->begin[t + 1] - out->begin[t] : most;
     // the tiles, and a tile's rows and scales before they are arranged
     size_t tile_room = (size_t)most * ((size_t)in / BLOCK * sizeof(float) + (size_t)in);
-    char *room = mine->bytes = grown(mine->bytes, &mine->bytes_size, rows * row_room + tile_room);
+    char *room = mine->bytes = grown(mine->bytes, rows * row_room + tile_room);
     float *scales = (float *)(room + rows * row_room);
     int8_t *q = (int8_t *)(scales + (size_t)most * (in / BLOCK));
     for (int t = 0; t < out->tiles; t++) {

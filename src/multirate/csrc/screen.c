@@ -34,7 +34,7 @@ static int chunks_of(const Linear *head) {
 
 // The norm of what a row loses when it becomes bytes.
 static float rounded_off(ThreadScratch *mine, const float *row, int in) {
-    mine->rest = grown(mine->rest, &mine->rest_size, (size_t)2 * in * sizeof *mine->rest);
+    mine->rest = grown(mine->rest, (size_t)2 * in * sizeof *mine->rest);
     float *lost = mine->rest, *scales = lost + in;
     int8_t *q = (int8_t *)(scales + in / BLOCK);
     arch()->bytes->quantise(row, in, q, scales);
@@ -89,11 +89,9 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
 void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
                  const float *norm, float eps, int count, int vocab, float *upper) {
     int in = head->inputs, chunks = chunks_of(head);
-    work->screened =
-        grown(work->screened, &work->screened_size, (size_t)count * in * sizeof *work->screened);
-    work->reach = grown(work->reach, &work->reach_size, (size_t)count * sizeof *work->reach);
-    work->highest =
-        grown(work->highest, &work->highest_size, (size_t)count * chunks * sizeof *work->highest);
+    work->screened = grown(work->screened, (size_t)count * in * sizeof *work->screened);
+    work->reach = grown(work->reach, (size_t)count * sizeof *work->reach);
+    work->highest = grown(work->highest, (size_t)count * chunks * sizeof *work->highest);
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
         ScreenCall call = {head,

@@ -261,9 +261,8 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
 static Verified room_for_verified(Workspace *work, const SpeculativeStep *step) {
     size_t rows = MAX_NODES + 1, d = (size_t)step->stream->shape->hidden,
            taps = (size_t)step->stream->tap_count;
-    work->verified =
-        grown(work->verified, &work->verified_size,
-              rows * (d + taps * d + (size_t)step->head->outputs) * sizeof *work->verified);
+    work->verified = grown(work->verified, rows * (d + taps * d + (size_t)step->head->outputs) *
+                                               sizeof *work->verified);
     float *features = work->verified + rows * d;
     return (Verified){work->verified, features, features + rows * taps * d, 0};
 }

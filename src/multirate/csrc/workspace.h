@@ -14,7 +14,6 @@ typedef struct {
     float *scores, *weights; // [TILE_ROWS, capacity]
     float *queries;          // [TILE_ROWS, MAX_HEAD_DIM]
     PathCopy *paths;         // [TILE_ROWS]
-    size_t scores_size, weights_size, queries_size, paths_size;
 } AttentionScratch;
 
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
@@ -27,7 +26,6 @@ typedef struct {
     char *bytes;
     float *rest;
     Outliers *outliers;
-    size_t normed_size, fixed_size, bytes_size, rest_size, outliers_size;
     uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
 } ThreadScratch;
 
@@ -56,9 +54,6 @@ struct Workspace {
     float *levels;   // … and what their levels work in
     float *verified; // rows of several sequences
     int32_t *uses;
-    size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
-    size_t beside_size, screened_size, reach_size, highest_size, trees_size, levels_size;
-    size_t verified_size;
     ThreadScratch own[MAX_THREADS];
     Claims claims[MAX_THREADS];
     struct Workspace *apart[MAX_THREADS]; // those of threads that run rows of their own
@@ -71,8 +66,8 @@ static inline int threads_of(const Workspace *work) {
     return work->choice.threads;
 }
 
-// `old` if it has room for `want` bytes, else zeroed memory in its place.
-void *grown(void *old, size_t *have, size_t want);
+// `old` (from here, or NULL) if it has room for `want` bytes, else zeroed memory in its place.
+void *grown(void *old, size_t want);
 
 // The thread's `normed`, with room for MAX_ROWS rows of `width`.
 float *room_for_normed(ThreadScratch *mine, int width);

@@ -109,8 +109,7 @@ typedef struct {
 
 static Uses uses_of(Workspace *work, const Routers *routers, const int64_t *ids, int n) {
     int experts = routers->experts, all = n * routers->top_k;
-    work->uses =
-        grown(work->uses, &work->uses_size, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
+    work->uses = grown(work->uses, sizeof(int32_t) * (size_t)(6 * experts + 1 + 3 * all));
     int32_t *starts = work->uses, *fill = starts + experts + 1, *rest = fill + experts;
     Uses u = {.starts = starts,
               .list = rest,

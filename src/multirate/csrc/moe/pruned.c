@@ -91,7 +91,7 @@ void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *fa
     size_t d = near->a.inputs / 2;
     room_for_adapters(work);
     size_t bytes = pruned ? MAX_ROWS * (size_t)k * (size_t)pruned->rows * sizeof(float) : 0;
-    work->neurons = grown(work->neurons, &work->neurons_size, bytes);
+    work->neurons = grown(work->neurons, bytes);
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
         size_t use = (size_t)r * (size_t)k;
@@ -177,8 +177,8 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
 void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_t *ids,
                        const float *weights, int k, const float *ones, float eps, float *x, int n,
                        int d) {
-    work->neurons = grown(work->neurons, &work->neurons_size,
-                          MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
+    work->neurons =
+        grown(work->neurons, MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
     if (layer->site)
         room_for_adapters(work);
     for (int r = 0; r < n; r += MAX_ROWS) {

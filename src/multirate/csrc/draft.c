@@ -236,19 +236,19 @@ static double calibrated(const DraftLimits *limits, double confidence) {
            (limits->tries[bin] + CALIBRATION_STRENGTH);
 }
 
-static double arla_score(const Arla *arla, float eps, int d, const float *row) {
+static double score_of_output(const Scorer *scorer, float eps, int d, const float *row) {
     const Vectors *v = vectors();
-    float scale = v->inverse_rms(row, d, eps), logit = arla->out_bias;
-    for (int i = 0; i < arla->latent; i++) {
-        float y = scale * v->dot(arla->weight + (size_t)i * d, row, d) + arla->bias[i];
-        logit += arla->out[i] * y * v->sigmoid(y);
+    float scale = v->inverse_rms(row, d, eps), logit = scorer->out_bias;
+    for (int i = 0; i < scorer->latent; i++) {
+        float y = scale * v->dot(scorer->weight + (size_t)i * d, row, d) + scorer->bias[i];
+        logit += scorer->out[i] * y * v->sigmoid(y);
     }
     return (double)v->sigmoid(logit);
 }
 
-void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores) {
+void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count, double *scores) {
     for (int n = 0; n < count; n++)
-        scores[n] = arla_score(arla, eps, d, x + (size_t)n * d);
+        scores[n] = score_of_output(scorer, eps, d, x + (size_t)n * d);
 }
 
 // Whether the best token of the stream's output, of this probability, is emitted unverified.
@@ -257,9 +257,9 @@ static int passes(Tree *t, const float *output, float probability) {
     double score = (double)probability;
     if (!trust)
         return 0;
-    if (trust->arla) {
+    if (trust->scorer) {
         const Shape *shape = t->step->stream->shape;
-        score = arla_score(trust->arla, shape->eps, shape->hidden, output);
+        score = score_of_output(trust->scorer, shape->eps, shape->hidden, output);
     }
     if (score < trust->least && score > t->step->refused)
         t->step->refused = score;

@@ -47,21 +47,21 @@ typedef struct {
     double draft_accepted;        // the chance for the next level of the branch's own draft
 } NgramLimits;
 
-// ARLA of one exit layer: the chance that the branch's best token is the model's, from its output
-// x: sigmoid(out · silu(W n + bias) + out_bias) with n = x / rms(x).
+// What an exit layer has learnt to judge: the chance that the branch's best token is the model's,
+// from its output x: sigmoid(out · silu(W n + bias) + out_bias) with n = x / rms(x).
 typedef struct {
     const float *weight;     // [latent, hidden] W, the final norm's weights multiplied in
     const float *bias, *out; // [latent]
     float out_bias;
     int32_t latent;
-} Arla;
+} Scorer;
 
 // Which drafted tokens are accepted without verification (dynamic mode, lossy): the branch's best
 // tokens whose score is at least `least`.
 typedef struct {
     double least;
-    const Arla *arla; // gives the score; NULL: the token's probability, before calibration
-    int32_t nodes;    // at most so many such nodes on top of DraftLimits.nodes
+    const Scorer *scorer; // gives the score; NULL: the token's probability, before calibration
+    int32_t nodes;        // at most so many such nodes on top of DraftLimits.nodes
 } Trust;
 
 // How far a draft tree grows. Thresholds are path probabilities: the product of the branch's
@@ -179,7 +179,7 @@ void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *cac
                     const int64_t *ids, const float *carried, float *x);
 
 // draft.c: scores [count] of the branch's outputs x [count, d].
-void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores);
+void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count, double *scores);
 
 // speculative.c: one round: draft, verify, accept, and move the accepted path into place. `length`:
 // committed tokens; step->ids [first, first + count) enter (all but the last refresh the block).

@@ -104,7 +104,7 @@ class StreamDrafter(Drafter):
                 self._trust = abi.new(
                     "Trust",
                     least=trusting.threshold,
-                    arla=runner.arla if trusting.by_arla else None,
+                    scorer=runner.arla if trusting.by_arla else None,
                     nodes=self.max_nodes - config.nodes,
                 )
             self._fused = FusedSequences(partial(self._new_fused, decoder, runner))

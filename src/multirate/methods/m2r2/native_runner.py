@@ -104,7 +104,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
         assert self._arla is not None
         weight, bias, out, out_bias = (part.detach() for part in self._arla.of_one_gate())
         return abi.new(
-            "Arla",
+            "Scorer",
             weight=self._owner.floats(weight * self.decoder.norm_weight),
             bias=self._owner.floats(bias),
             out=self._owner.floats(out),
@@ -114,7 +114,7 @@ class NativeStreamRunner(NativeDraftRunner, StreamRunner):
 
     def agreement(self, p: Tensor) -> list[float]:
         rows, scores = p.float().contiguous(), np.empty(len(p))
-        self._library.mr_arla(
+        self._library.mr_scores(
             self.arla,
             self.decoder.eps,
             self._d,

@@ -47,26 +47,6 @@ void refine_likeliest(const bf16 *exact, const float *x, const float *norm, floa
     }
 }
 
-typedef struct {
-    const float *logits;
-    int64_t *ids;
-    int count, vocab, stride, k;
-} BestCall;
-
-static void run_best(Workspace *work, void *context, int id, int threads) {
-    const BestCall *call = context;
-    (void)work;
-    for (int n = id; n < call->count; n += threads)
-        vectors()->best(call->logits + (size_t)n * call->stride, call->vocab, call->k,
-                        call->ids + (size_t)n * call->k);
-}
-
-void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
-             int64_t *ids) {
-    BestCall call = {logits, ids, count, vocab, stride, k};
-    run_parallel(work, run_best, &call, NULL, count);
-}
-
 // The tokens after rows that have passed the layers, as mr_argmax_pass tells them.
 static void argmax_of_rows(Workspace *work, int count, int vocab, float eps, const float *x,
                            const Linear *head, const Screen *screen, const float *norm,

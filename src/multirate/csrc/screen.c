@@ -307,28 +307,36 @@ static int settle_best(Bounds *bounds, int k, int64_t *ids) {
 }
 
 typedef struct {
-    const Linear *head;
+    const Linear *head; // with its screen, or NULL: the rows are logits
     const Screen *screen;
-    float *upper;
+    float *rows;
     int64_t *ids;
-    int count, vocab, k;
+    int count, vocab, stride, k;
 } BestCall;
 
 static void run_best(Workspace *work, void *context, int id, int threads) {
     const BestCall *call = context;
     for (int n = id; n < call->count; n += threads) {
-        Bounds bounds;
+        float *row = call->rows + (size_t)n * call->stride;
         int64_t *ids = call->ids + (size_t)n * call->k;
-        open_row(&bounds, work, call->head, call->screen, n,
-                 call->upper + (size_t)n * call->head->outputs, call->vocab, id);
-        if (!settle_best(&bounds, call->k, ids))
-            use_head(&bounds, 0, call->head->outputs / 16);
-        vectors()->best(bounds.upper, call->vocab, call->k, ids);
+        if (call->screen) {
+            Bounds bounds;
+            open_row(&bounds, work, call->head, call->screen, n, row, call->vocab, id);
+            if (!settle_best(&bounds, call->k, ids))
+                use_head(&bounds, 0, call->head->outputs / 16);
+        }
+        vectors()->best(row, call->vocab, call->k, ids);
     }
+}
+
+void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
+             int64_t *ids) {
+    BestCall call = {NULL, NULL, (float *)logits, ids, count, vocab, stride, k};
+    run_parallel(work, run_best, &call, NULL, count);
 }
 
 void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
                    float *upper, int vocab, int k, int64_t *ids) {
-    BestCall call = {head, screen, upper, ids, count, vocab, k};
+    BestCall call = {head, screen, upper, ids, count, vocab, head->outputs, k};
     run_parallel(work, run_best, &call, head, count);
 }

@@ -71,9 +71,7 @@ typedef struct {
 
 typedef struct {
     // ---- rows: vectors/rows.h ----
-    // RMSNorm of x [d], of any size, to out, which may be x.
-    void (*rms_norm)(const float *x, const float *weight, int d, float eps, float *out);
-    // The same; weight NULL: x as it is.
+    // RMSNorm of x [d], of any size, to out, which may be x; weight NULL: x as it is.
     void (*read_row)(const float *x, const float *weight, int d, float eps, float *out);
     // x += factor · RMSNorm(y), all [d]; weight NULL: y as it is.
     void (*add_normed)(const float *y, const float *weight, int d, float eps, float factor,

@@ -251,7 +251,7 @@ void mr_embed(const Table *table, const int64_t *ids, int count, int d, float sc
 // id), and their probabilities under softmax(sharpness · logits): 0 where logits are no numbers.
 void mr_top(const float *logits, int count, int vocab, int stride, int k, float sharpness,
             int64_t *ids, float *probabilities);
-// The same ids without probabilities, the rows shared among the threads.
+// screen.c: the same ids without probabilities, the rows shared among the threads.
 void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
              int64_t *ids);
 // mr_top of head · RMSNorm(x) + noise[row] of the outputs' tokens token_map [vocab] (NULL: the

@@ -50,9 +50,9 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     float *normed = room_for_normed(mine, 2 * d);
     for (int n = 0; n < f->count; n++) {
         float *to = normed + (size_t)n * 2 * d;
-        vectors()->rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
+        vectors()->read_row(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
         if (f->state)
-            vectors()->rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
+            vectors()->read_row(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
         else
             memset(to + d, 0, (size_t)d * sizeof(float));
     }
@@ -138,7 +138,7 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
     if (s->site) {
         normed = room_for_normed(mine, d);
         for (int n = 0; n < t->count; n++)
-            vectors()->rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
+            vectors()->read_row(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
     }
     for (int n = 0; n < t->count; n++) {
         const float *x = t->x + (size_t)n * d;

@@ -80,7 +80,6 @@ static void take_outliers(float *row, float unit, int in, Outliers *out) {
     }
 }
 
-// q = row in steps of the returned scale, without its outliers.
 static float quantise_row(const float *row, int in, float *rest, int16_t *q, Outliers *out) {
     out->count = 0;
     for (;;) {

@@ -24,7 +24,11 @@ static float inverse_rms(const float *x, int d, float eps) {
 }
 
 // Epsilon lies inside the root.
-static void rms_norm(const float *x, const float *weight, int d, float eps, float *out) {
+static void read_row(const float *x, const float *weight, int d, float eps, float *out) {
+    if (!weight) {
+        memmove(out, x, (size_t)d * sizeof *x);
+        return;
+    }
     float scale = inverse_rms(x, d, eps);
     int i = 0;
     for (; i + 16 <= d; i += 16)
@@ -43,15 +47,6 @@ static void add_normed(const float *y, const float *weight, int d, float eps, fl
     }
 }
 
-static void read_row(const float *x, const float *weight, int d, float eps, float *out) {
-    if (weight) {
-        rms_norm(x, weight, d, eps, out);
-        return;
-    }
-    for (int i = 0; i < d; i += 16)
-        store(out + i, load(x + i));
-}
-
 // transformers' Llama convention: the halves of a head are rotated against each other.
 static void rotate(float *x, const float *cos, const float *sin, int d) {
     int i = 0, h = d / 2;
@@ -67,7 +62,6 @@ static void rotate(float *x, const float *cos, const float *sin, int d) {
     }
 }
 
-// Σ a · b, both [d], d a multiple of 16.
 static float dot(const float *a, const float *b, int d) {
     Sum sum = no_sum();
     for (int i = 0; i < d; i += 16)
@@ -76,7 +70,6 @@ static float dot(const float *a, const float *b, int d) {
     return total_of(sum);
 }
 
-// Σ x · w, or, where norm is not NULL, Σ x · norm · w.
 static float dot_bf16(const float *x, const float *norm, const bf16 *w, int d) {
     Sum sum = no_sum();
     for (int i = 0; i < d; i += 16)

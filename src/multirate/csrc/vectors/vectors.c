@@ -14,7 +14,6 @@ static void tile_of_floats(const uint32_t *weight, int step, const float *const 
 }
 
 const Vectors VECTORS = {
-    .rms_norm = rms_norm,
     .read_row = read_row,
     .add_normed = add_normed,
     .inverse_rms = inverse_rms,

@@ -3,7 +3,7 @@
 #include "draft.h"
 
 #include "head.h"
-#include "ngram.h"
+#include "lookup.h"
 #include "noise.h"
 
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the

@@ -35,7 +35,7 @@ typedef struct {
                             // (its attention reads the embedding beside it); NULL: none
 } Stream;
 
-// Drafts from text lookup (ngram.c). Longer matches in the text are reported as `longest`; matches
+// Drafts from text lookup (lookup.c). Longer matches in the text are reported as `longest`; matches
 // in given texts as `longest` + their length.
 typedef struct {
     int32_t longest;              // 0: no lookup
@@ -99,7 +99,7 @@ typedef struct {
 #define GIVEN_LONGEST 12
 #define OWN_LEAST 2 // a match of so many tokens in the text itself takes precedence
 
-// Other texts that drafts are copied from (given.c).
+// Other texts that drafts are copied from (lookup.c).
 typedef struct {
     const int32_t *tokens; // [count] one text after another
     const int32_t *order;  // [count] positions, sorted by the tokens that begin there
@@ -154,7 +154,7 @@ typedef struct {
 
 // ---- functions ----------------------------------------------------------------------------------
 
-// ngram.c: the longest suffix (at most `longest` tokens) of text [0, count) that ended at one of
+// lookup.c: the longest suffix (at most `longest` tokens) of text [0, count) that ended at one of
 // the first `known` < count tokens, the latest of equally long ones. to [most]: what followed,
 // going round at the end of the text. Returns the suffix's length; 0: not even the last token.
 int mr_ngram(const int32_t *text, int known, int count, int longest, int most, int64_t *to);

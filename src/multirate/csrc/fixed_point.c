@@ -55,29 +55,3 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
         to += (size_t)v->fixed_lanes(taken) * in;
     }
 }
-
-// Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
-// memory would idle from the second tile on.
-void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
-                   const char *after, float (*acc)[GROUP_FLOATS]) {
-    int first = x->begin[tile], lanes = x->begin[tile + 1] - first, m = first_of % GROUP_COLUMNS;
-    for (int c = first_of; c < last_of; c++, m++) {
-        Column column = column_of(linear, c);
-        const char *weight = column.weight,
-                   *next = c + 1 < last_of ? weights_of(linear, c + 1) : after;
-        long pairs = linear->inputs / 2,
-             lines = column.format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs,
-             distance = lines_ahead(lanes, column.format);
-        if (distance > lines)
-            distance = lines;
-        Ahead ahead = {weight + distance * LINE_BYTES, next - (lines - distance) * LINE_BYTES,
-                       lines - distance, LINE_BYTES};
-        if (x->tiles > 1) {
-            long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + tile * lines * stride,
-                            NULL, lines, stride};
-        }
-        vectors()->fixed_product(&column, x->arranged[tile], lanes, (int)pairs, x->scale + first,
-                                 x->outliers + first, &ahead, acc[0] + COLUMN * m);
-    }
-}

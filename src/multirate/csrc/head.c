@@ -2,7 +2,6 @@
 #include "head.h"
 
 #include "screen.h"
-#include "bf16.h"
 #include "threads.h"
 
 void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {

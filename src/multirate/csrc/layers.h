@@ -44,4 +44,25 @@ static inline Rows some_rows(const Rows *rows, int begin, int count) {
                   count,
                   rows->capacity};
 }
+
+// Rows in arrays of their own, filled one by one.
+typedef struct {
+    int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
+    int64_t tree[MAX_NODES + 1];
+} RowTable;
+
+static inline void set_row(RowTable *t, int r, int seq, int slot, int pos, int prefix,
+                           int64_t tree) {
+    t->seq[r] = seq;
+    t->slot[r] = slot;
+    t->pos[r] = pos;
+    t->prefix[r] = prefix;
+    t->tree[r] = tree;
+}
+
+static inline Rows rows_of(const RowTable *t, int begin, int count, int capacity) {
+    return (Rows){
+        t->seq + begin, t->slot + begin, t->pos + begin, t->prefix + begin, t->tree + begin,
+        NULL,           count,           capacity};
+}
 #endif

@@ -27,9 +27,6 @@ typedef struct {
     ByteRows bytes[MAX_ROWS]; // ROWS_BYTES, of each tile
 } Operand;
 
-// fixed_point.c: the rows for integer weights with `in` inputs, in the operand's tiles, and a
-// tile's product with columns [first, last) of one group; acc[.][m] is the group's m-th.
+// fixed_point.c: the rows for integer weights with `in` inputs, in the operand's tiles.
 void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int rows, int in);
-void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
-                   const char *after, float (*acc)[GROUP_FLOATS]);
 #endif

@@ -1,6 +1,5 @@
 // Lays out a model's weights for the products of gemm.c, a column of 16 outputs at a time, on all
 // threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
-#include "bf16.h"
 #include "threads.h"
 #include "weights/blocks.h"
 #include "weights/quantise.h"

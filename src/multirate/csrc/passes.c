@@ -139,8 +139,7 @@ void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const 
 
 // Rows of `x` [count, d] that run a layer, one after the other.
 typedef struct {
-    int32_t seq[MAX_ROWS], slot[MAX_ROWS], pos[MAX_ROWS], prefix[MAX_ROWS];
-    int64_t tree[MAX_ROWS];
+    RowTable table;
     int at[MAX_ROWS];
     int count;
 } Running;
@@ -159,9 +158,8 @@ static void choose(const PassBy *by, float limit, float eps, const Rows *rows, c
             continue;
         }
         int i = running->count++, slot = by->slots[rows->seq[n]]++;
-        running->seq[i] = rows->seq[n], running->pos[i] = rows->pos[n];
-        running->slot[i] = slot, running->prefix[i] = slot + 1;
-        running->tree[i] = 0, running->at[i] = n;
+        set_row(&running->table, i, rows->seq[n], slot, rows->pos[n], slot + 1, 0);
+        running->at[i] = n;
     }
 }
 
@@ -191,8 +189,7 @@ static void pass(Workspace *work, const Shape *shape, const Layer *layers, const
         choose(&by[l], limit, eps, rows, x, d, ran, &running);
         if (!running.count)
             continue;
-        Rows some = {running.seq,  running.slot, running.pos,   running.prefix,
-                     running.tree, NULL,         running.count, rows->capacity};
+        Rows some = rows_of(&running.table, 0, running.count, rows->capacity);
         int every = running.count == rows->count;
         if (!every)
             move_rows(packed, x, &running, d, 0);

@@ -2,7 +2,6 @@
 // call if tokens are the argmax of the logits, with or without noise; otherwise the caller chooses
 // the tokens between two calls.
 #include "draft.h"
-#include "noise.h"
 #include "screen.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].

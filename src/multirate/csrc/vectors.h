@@ -14,6 +14,21 @@
 
 #include "include/model.h"
 
+static inline float from_bf16(bf16 b) {
+    union {
+        uint32_t u;
+        float f;
+    } c = {.u = (uint32_t)b << 16};
+    return c.f;
+}
+static inline bf16 to_bf16(float f) { // round to nearest even
+    union {
+        float f;
+        uint32_t u;
+    } c = {.f = f};
+    return (bf16)((c.u + 0x7fffu + ((c.u >> 16) & 1)) >> 16);
+}
+
 // A tile of bf16 weights, keys or values has up to 6 rows; integer tiles have more.
 #define TILE_ROWS 6
 #define GROUP_FLOATS 64 // a row's sums of a group of outputs, one after the other

@@ -57,7 +57,7 @@ void make_room(Workspace *work, const Shape *shape, int adapters) {
         room_for_adapters(work);
 }
 
-static void set_threads(Workspace *work, int threads, int fixed) {
+void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
     int most = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
     open_thread_choice(&work->choice, most, fixed);
 }
@@ -68,12 +68,8 @@ Workspace *mr_workspace_open(int threads) {
     if (posix_memalign(&made, 64, sizeof(Workspace)))
         return NULL;
     memset(made, 0, sizeof(Workspace));
-    set_threads(made, threads, 0);
+    mr_workspace_set_threads(made, threads, 0);
     return made;
-}
-
-void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
-    set_threads(work, threads, fixed);
 }
 
 int mr_workspace_threads(const Workspace *work) {
@@ -93,7 +89,7 @@ int mr_next_threads(const Workspace *work) {
 void mr_workspace_after_fork(Workspace *work) {
     int threads = work->choice.most, fixed = work->choice.fixed;
     memset(work, 0, sizeof *work);
-    set_threads(work, threads, fixed);
+    mr_workspace_set_threads(work, threads, fixed);
 }
 
 void mr_workspace_close(Workspace *work) {

@@ -121,35 +121,41 @@ typedef struct {
 // A round of one sequence (speculative.c), and the memory it works in. The next round starts with
 // what this one left in `ids` and `carried`.
 typedef struct {
-    const Stream *stream; // without a draft_head, only the text is looked up
-    const LayerCache *caches, *block_cache;
+    // inputs
+    const Stream *stream;     // without a draft_head, only the text is looked up
+    const LayerCache *caches; // the model's, and of the stream's block …
+    const LayerCache *block_cache;
+    int32_t capacity, block_capacity; // … with so many slots per sequence
+    int32_t sequence, layers;         // the caches' sequence; the model's layers
     const Linear *draft_head, *head;
     const float *draft_norm, *norm; // [hidden] before each head
+    const Screen *screen;           // of `head`, or NULL
     const int64_t *token_map;       // [draft_vocab] the id of each output of draft_head, or NULL
+    int32_t draft_vocab;
     const bf16 *exact_head; // [draft_vocab, hidden] the bf16 rows of draft_head, with which the
                             // best tokens' logits are rescored. NULL: they are not
-    int64_t *ids;     // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens
-    float *carried;   // [nodes + 1, hidden] in: for each of ids; out: for the accepted path. NULL:
-                      // nothing is carried
-    int64_t *tokens;  // [nodes] the draft
-    int32_t *parents; // [nodes]
+    const Noise *noise;     // for the token after the last one. NULL: greedy
+    // buffers
+    Text text;          // tokens NULL: none. Emitted tokens are appended
+    int64_t *ids;       // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens
+    float *carried;     // [nodes + 1, hidden] in: for each of ids; out: for the accepted path.
+                        // NULL: nothing is carried
+    int64_t *tokens;    // [nodes] the draft
+    int32_t *parents;   // [nodes] of its nodes
     double *confidence; // [nodes] out: the branch's probability of each node, before calibration;
                         // -1: a node from the text. NULL: not wanted
     float *hidden;      // [nodes + 1, hidden]
     float *features;    // [nodes + 1, taps, hidden] where the stream has taps
     float *scratch;     // for draft_tree, and [nodes + 1, head->outputs] logits of verification
-    int32_t capacity, block_capacity, draft_vocab, layers, sequence;
-    int64_t trusted;         // out: bit n - 1: node n is accepted without verification
-    int64_t unverified;      // out: bit n: the n-th emitted token comes from such a node
-    double refused;          // in, out: the highest score so far that was too low for Trust
-    int32_t drafted, levels; // out: nodes and levels of the draft
-    double draft_seconds;    // out: time for drafting
-    int32_t accepted_drafted, accepted_continued; // out: of text.drafted and text.continued
-    int64_t best;            // out: the branch's best token after the last one; -1: it did not run
-    double best_probability; // out: its probability, before calibration
-    Text text;               // tokens NULL: none. Emitted tokens are appended
-    const Noise *noise;      // for the token after the last one. NULL: greedy
-    const Screen *screen;    // of `head`, or NULL
+    // results
+    int32_t drafted, levels; // nodes and levels of the draft
+    int64_t trusted;         // bit n - 1: node n is accepted without verification
+    int64_t unverified;      // bit n: the n-th emitted token comes from such a node
+    double refused;          // in, too: the highest score so far that was too low for Trust
+    double draft_seconds;    // time for drafting
+    int32_t accepted_drafted, accepted_continued; // of text.drafted and text.continued
+    int64_t best;            // the branch's best token after the last one; -1: it did not run
+    double best_probability; // its probability, before calibration
 } SpeculativeStep;
 
 // ---- functions ----------------------------------------------------------------------------------
@@ -169,7 +175,7 @@ int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to
 int64_t mr_automaton_words(int room);
 void mr_automaton_clear(Automaton *automaton);
 
-// draft.c: one level of a draft. ids [rows]: tokens of adapter rows; the last `fresh` of them are
+// stream.c: one level of a draft. ids [rows]: tokens of adapter rows; the last `fresh` of them are
 // new and get a target row as well. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out:
 // the target rows' residuals at the exit layer, then the branch's outputs, which are valid for new
 // rows; the others only refresh the block's keys and values. With merged layers, target rows only

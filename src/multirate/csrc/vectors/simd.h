@@ -8,7 +8,6 @@
 // order (Sum), and exp has one formula.
 #ifndef MULTIRATE_SIMD_H
 #define MULTIRATE_SIMD_H
-#include "../bf16.h"
 #include "../vectors.h"
 
 #if defined(__AVX2__)

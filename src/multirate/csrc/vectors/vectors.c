@@ -2,7 +2,6 @@
 // gives as VECTORS.
 #include "attend.h"
 #include "fixed.h"
-#include "gates.h"
 #include "logits.h"
 #include "numbers.h"
 #include "rounding.h"

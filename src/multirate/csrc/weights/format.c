@@ -89,19 +89,6 @@ Units units_of(const Format *f, const uint8_t *scales, long b, int output) {
     return (Units){{scale * factors[output], scale * factors[COLUMN + output]}, least};
 }
 
-void decode_output(const Column *column, int output, int inputs, float *to) {
-    const Format *f = format_of(column->format);
-    const uint8_t *lines = column->weight;
-    for (long b = 0; b < inputs / BLOCK; b++, lines += column_bytes(f, BLOCK), to += BLOCK) {
-        Units units = units_of(f, column->scale, b, output);
-        for (int i = 0; i < BLOCK; i++) {
-            int q = byte_of_line(f, lines, i / 4, 4 * output + i % 4) - f->zero;
-            float w = units.unit[i / 16] * (float)q;
-            to[i] = has_least(f) ? w + units.least : w;
-        }
-    }
-}
-
 int64_t mr_column_bytes(int format, int inputs) {
     return (int64_t)column_bytes(format_of(format), inputs);
 }
@@ -115,7 +102,18 @@ int64_t mr_scale_bytes(int format, int inputs) {
 
 void mr_decode_output(const Linear *linear, int output, float *to) {
     Column column = column_of(linear, output / COLUMN);
-    decode_output(&column, output % COLUMN, linear->inputs, to);
+    const Format *f = format_of(column.format);
+    const uint8_t *lines = column.weight;
+    output %= COLUMN;
+    for (long b = 0; b < linear->inputs / BLOCK;
+         b++, lines += column_bytes(f, BLOCK), to += BLOCK) {
+        Units units = units_of(f, column.scale, b, output);
+        for (int i = 0; i < BLOCK; i++) {
+            int q = byte_of_line(f, lines, i / 4, 4 * output + i % 4) - f->zero;
+            float w = units.unit[i / 16] * (float)q;
+            to[i] = has_least(f) ? w + units.least : w;
+        }
+    }
 }
 
 int64_t mr_row_bytes(int format, int inputs) {

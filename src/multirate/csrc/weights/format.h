@@ -110,7 +110,4 @@ typedef struct {
     float unit[2], least;
 } Units;
 Units units_of(const Format *f, const uint8_t *scales, long b, int output);
-
-// The weights of one output of a column of quantised weights: to [inputs].
-void decode_output(const Column *column, int output, int inputs, float *to);
 #endif

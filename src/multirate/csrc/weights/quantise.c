@@ -1,9 +1,6 @@
 #include "quantise.h"
 
-#include "../bf16.h"
-
-#include <math.h>
-#include <string.h>
+#include "../vectors.h"
 
 void read_unpacked(const Unpacked *from, int output, float *to) {
     int in = from->inputs;

@@ -208,24 +208,57 @@ def test_no_code_outside_its_folder_names_a_method() -> None:
     ]
 
 
-def test_no_import_circle() -> None:
-    graph = {
-        name: {i for i, now in imports(tree) if now and i in MODULES}
-        for name, tree in MODULES.items()
-    }
+def assert_no_circle(graph: dict[str, set[str]]) -> None:
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, " → ".join((*path[path.index(name) :], name))
         if name in done:
             return
-        for imported in graph[name]:
-            if imported != name:
-                visit(imported, (*path, name))
+        for other in graph[name]:
+            if other != name:
+                visit(other, (*path, name))
         done.add(name)
 
     for name in graph:
         visit(name, ())
+
+
+def test_no_import_circle() -> None:
+    assert_no_circle(
+        {
+            name: {i for i, now in imports(tree) if now and i in MODULES}
+            for name, tree in MODULES.items()
+        }
+    )
+
+
+def kernel_units() -> dict[str, set[str]]:
+    """Unit of the kernel (x.c with x.h) → those whose header it includes or whose functions x.c
+    calls.
+    """
+    folder = PACKAGE / "csrc"
+    units: dict[str, set[str]] = {}
+    defined, called = {}, []
+    for path in folder.rglob("*.[ch]"):
+        unit, text = path.relative_to(folder).with_suffix("").as_posix(), path.read_text()
+        known = units.setdefault(unit, set())
+        for included in re.findall(r'^#include "(.+)\.[ch]"', text, re.M):
+            known.add((path.parent / included).resolve().relative_to(folder).as_posix())
+        if path.suffix == ".c":
+            function = r"^(?!static|typedef)\w[\w *]*?\b(\w+)\([^;{]*\) \{"
+            defined |= dict.fromkeys(re.findall(function, text, re.M), unit)
+            called += [(unit, name) for name in re.findall(r"\b(\w+)\(", text)]
+    for unit, name in called:
+        units[unit] |= {defined[name]} if name in defined else set()
+    return units
+
+
+def test_no_circle_in_the_kernel() -> None:
+    units = kernel_units()
+    assert {"weights/format", "attention", "include/model"} <= set(units)
+    assert "gemm" in units["layers"] and "layers" in units["passes"]
+    assert_no_circle(units)
 
 
 def test_what_scripts_import_exists() -> None:

@@ -39,7 +39,7 @@ def test_a_wheel_has_the_library_for_its_platform(tmp_path: Path) -> None:
     tag = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert name.endswith(f"-py3-none-{tag}.whl")
     assert content.read(KERNEL) == b"junk\n"
-    assert "multirate/csrc/abi.h" in content.namelist()
+    assert "multirate/csrc/include/model.h" in content.namelist()
 
 
 @pytest.mark.slow
@@ -49,5 +49,7 @@ def test_without_a_compiler_it_has_the_sources_alone(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     name, content, said = built(tmp_path / "wheel", CC=str(compiler))
     assert name.endswith("-py3-none-any.whl")
-    assert KERNEL not in content.namelist() and "multirate/csrc/abi.h" in content.namelist()
+    assert (
+        KERNEL not in content.namelist() and "multirate/csrc/include/model.h" in content.namelist()
+    )
     assert "the wheel has no compiled kernel (no headers); it is compiled on first use" in said

@@ -1,4 +1,4 @@
-"""csrc/abi.h as cffi reads it and as the compiler does: sizes and offsets of every field."""
+"""csrc/include/ as cffi reads it and as the compiler does: sizes and offsets of every field."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from multirate.runtime.native import abi, library
 
 @pytest.fixture(autouse=True)
 def arch() -> str:
-    """Instead of this folder's fixture: the header is the same for all."""
+    """Instead of this folder's fixture: the headers are the same for all."""
     return "any"
 
 
 def structures() -> list[str]:
-    """Every structure whose fields abi.h tells."""
+    """Every structure whose fields the headers tell."""
     kinds, structs, _ = abi.ffi.list_types()
     named = [name for name in [*kinds, *structs] if abi.ffi.typeof(name).kind == "struct"]
     return [name for name in named if abi.ffi.typeof(name).fields]
@@ -43,15 +43,15 @@ def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
             lines.append(f'printf("{name}.{field} %zu %zu\\n", {place});')
     source = tmp_path / "sizes.c"
     body = "\n".join(lines)
+    includes = "\n".join(f'#include "{header}"' for header in abi.HEADERS)
     source.write_text(
-        '#include <stddef.h>\n#include <stdio.h>\n#include "abi.h"\nint main(void) '
-        f"{{\n{body}\n}}\n"
+        f"#include <stddef.h>\n#include <stdio.h>\n{includes}\nint main(void) {{\n{body}\n}}\n"
     )
     program = tmp_path / "sizes"
     environment = {
         name: value for name, value in os.environ.items() if name != "LD_PRELOAD"
     }  # a sanitizer's
-    command = [compiler, f"-I{abi.SOURCE_FOLDER}", str(source), "-o", str(program)]
+    command = [compiler, str(source), "-o", str(program)]
     subprocess.run(command, check=True, env=environment)
     found = subprocess.run(
         [str(program)], check=True, capture_output=True, text=True
@@ -59,7 +59,7 @@ def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
     assert found == expected
 
 
-def test_every_function_of_the_header_is_in_the_library() -> None:
+def test_every_function_of_the_headers_is_in_the_library() -> None:
     skip_without_kernel()
     kernel = library.kernel()
     functions = set(re.findall(r"\b(mr_\w+)\(", abi.declarations()))

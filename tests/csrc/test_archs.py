@@ -238,12 +238,12 @@ def test_pruned_experts(kind: str) -> None:
 
 
 @kinds
-def test_arla_scores(kind: str) -> None:
+def test_scores_of_outputs(kind: str) -> None:
     weight, bias, out = randn(24, WIDTH), randn(24, seed=1), randn(24, seed=2)
 
     def compute() -> Results:
-        arla = abi.new(
-            "Arla",
+        scorer = abi.new(
+            "Scorer",
             weight=abi.tensor(weight),
             bias=abi.tensor(bias),
             out=abi.tensor(out),
@@ -251,7 +251,7 @@ def test_arla_scores(kind: str) -> None:
             latent=24,
         )
         x, scores = KINDS[kind](9, WIDTH, seed=3), torch.empty(9, dtype=torch.float64)
-        library.kernel().mr_arla(arla, EPS, WIDTH, pointer(x), 9, pointer(scores))
+        library.kernel().mr_scores(scorer, EPS, WIDTH, pointer(x), 9, pointer(scores))
         return [scores.float()]
 
     same_bits(compute)

@@ -1,4 +1,4 @@
-"""Look-ups, draft trees and whole speculative steps (csrc/ngram.c, automaton.c, draft.c,
+"""Look-ups, draft trees and whole speculative steps (csrc/lookup.c, automaton.c, draft.c,
 speculative.c) against Python.
 """
 

@@ -54,44 +54,19 @@ static int gather_path(PathCopy *path, const bf16 *k, const bf16 *v, int dim, in
     return prefix + extra;
 }
 
-struct AttentionScratch {
-    float *scores;  // [TILE_ROWS, capacity]
-    float *weights; // [TILE_ROWS, capacity]
-    float *queries; // [TILE_ROWS, MAX_HEAD_DIM]
-    int capacity;
-    PathCopy paths[TILE_ROWS];
-};
-
 static int whole_blocks(int positions) {
     return (positions + 15) / 16 * 16;
 }
 
-// The thread's attention scratch, large enough for `capacity` cached positions and a tree.
-static AttentionScratch *attention_scratch(ThreadScratch *mine, int capacity) {
-    AttentionScratch *scratch = mine->attention;
-    if (!scratch && !(scratch = mine->attention = calloc(1, sizeof *scratch)))
-        abort();
-    int want = whole_blocks(capacity + MAX_NODES + 16);
-    if (scratch->capacity < want) {
-        free(scratch->scores);
-        free(scratch->weights);
-        free(scratch->queries);
-        size_t none = 0, zero = 0, nothing = 0;
-        scratch->scores = grown(NULL, &none, (size_t)TILE_ROWS * want * sizeof(float));
-        scratch->weights = grown(NULL, &zero, (size_t)TILE_ROWS * want * sizeof(float));
-        scratch->queries = grown(NULL, &nothing, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(float));
-        scratch->capacity = want;
-    }
-    return scratch;
-}
-
-void close_attention_scratch(AttentionScratch *scratch) {
-    if (!scratch)
-        return;
-    free(scratch->scores);
-    free(scratch->weights);
-    free(scratch->queries);
-    free(scratch);
+// The thread's scratch, large enough for `capacity` cached positions and a tree; returns how many.
+static int room_for_attention(AttentionScratch *scratch, int capacity) {
+    int room = whole_blocks(capacity + MAX_NODES + 16);
+    size_t bytes = (size_t)TILE_ROWS * room * sizeof(float);
+    scratch->scores = grown(scratch->scores, bytes);
+    scratch->weights = grown(scratch->weights, bytes);
+    scratch->queries = grown(scratch->queries, (size_t)TILE_ROWS * MAX_HEAD_DIM * sizeof(float));
+    scratch->paths = grown(scratch->paths, TILE_ROWS * sizeof(PathCopy));
+    return room;
 }
 
 void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int id, int threads) {
@@ -166,7 +141,7 @@ static int tile_share(int left) {
 // K/V head.
 static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
                            const LayerCache *cache, const Rows *rows, int h, int begin, int end,
-                           AttentionScratch *scratch) {
+                           const AttentionScratch *scratch, int room) {
     int dim = s->head_dim, group = s->heads / s->kv_heads,
         width = (s->heads + 2 * s->kv_heads) * dim;
     for (int i = begin, take; i < end; i += take) {
@@ -204,8 +179,7 @@ static void attend_queries(Workspace *work, const Shape *s, const Layer *layer,
             one->query = query;
             one->out = work->heads + ((size_t)n * s->heads + q) * dim;
         }
-        vectors()->attend(tile_of, take, k, v, dim, scratch->scores, scratch->weights,
-                          scratch->capacity);
+        vectors()->attend(tile_of, take, k, v, dim, scratch->scores, scratch->weights, room);
     }
 }
 
@@ -220,11 +194,13 @@ void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
          end = all_queries * (id + 1) / threads;
     if (s->kv_heads % threads)
         barrier(work, threads);
-    AttentionScratch *scratch = attention_scratch(&work->own[id], rows->capacity);
+    AttentionScratch *scratch = &work->own[id].attention;
+    int room = room_for_attention(scratch, rows->capacity);
     while (begin < end) {
         int h = (int)(begin / queries), first = (int)(begin % queries),
             last = end - begin < queries - first ? first + (int)(end - begin) : queries;
-        attend_queries(work, s, layer, cache, rows, h, before + first, before + last, scratch);
+        attend_queries(work, s, layer, cache, rows, h, before + first, before + last, scratch,
+                       room);
         begin += last - first;
     }
 }

@@ -29,6 +29,4 @@ void attention_of_heads(Workspace *work, const Shape *s, const Layer *layer,
 
 // Brings the slots that the rows will write closer.
 void fetch_slots(const Shape *s, const LayerCache *cache, const Rows *rows, int id, int threads);
-
-void close_attention_scratch(AttentionScratch *scratch);
 #endif

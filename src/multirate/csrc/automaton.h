@@ -1,7 +1,7 @@
 // The longest suffix of a text that occurred earlier in it (automaton.c).
 #ifndef MULTIRATE_AUTOMATON_H
 #define MULTIRATE_AUTOMATON_H
-#include "abi.h"
+#include "include/speculate.h"
 
 // Takes in `text` up to `count` tokens, the first `automaton->count` of which it knows.
 void automaton_grow(Automaton *automaton, const int32_t *text, int count);

@@ -1,5 +1,5 @@
 // What the library was built from.
-#include "abi.h"
+#include "include/model.h"
 
 const char *mr_source_digest(void) {
     return SOURCE_DIGEST;

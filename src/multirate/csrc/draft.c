@@ -1,158 +1,8 @@
-// Drafting: the model's first layers run adapter rows with a carried residual beside the target
-// rows, and the results grow a tree of tokens, level by level.
+// Draft trees: what a stream says of its nodes grows a tree of tokens, level by level.
 #include "draft.h"
 
 #include "head.h"
-#include "ngram.h"
-#include "noise.h"
-
-// One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
-// fusion, the block and the head, without returning to one thread in between.
-typedef struct {
-    Product carry, fuse_stream, fuse_carried, head; // linear NULL: none
-    LayerCall layers, block;                        // layers NULL: none
-    const float *norm_out;
-} Level;
-
-static void run_level(Workspace *work, void *context, int id, int threads) {
-    Level *level = context;
-    if (level->carry.linear) {
-        run_product(work, &level->carry, id, threads);
-        barrier(work, threads);
-    }
-    run_layers(work, &level->layers, id, threads);
-    if (level->fuse_stream.linear) {
-        run_product_in_place(work, &level->fuse_stream, id, threads);
-        // each thread adds to the outputs that it has just written
-        if (level->fuse_carried.linear)
-            run_product(work, &level->fuse_carried, id, threads);
-        barrier(work, threads);
-    }
-    if (level->block.layers)
-        run_layers(work, &level->block, id, threads);
-    if (level->norm_out) {
-        const LayerCall *block = &level->block;
-        int d = block->shape->hidden;
-        for (int r = 0; !id && r < block->rows.count; r++)
-            mr_rms_norm(block->x + (size_t)r * d, level->norm_out, d, block->shape->eps);
-        barrier(work, threads);
-    }
-    if (level->head.linear)
-        run_product(work, &level->head, id, threads);
-}
-
-// The embeddings p [n, d] move aside for a block that reads them beside its x, which the carried
-// residuals are.
-static const float *put_aside(Workspace *work, const Stream *stream, const float *carried, int n,
-                              float *p) {
-    int d = stream->shape->hidden;
-    size_t bytes = (size_t)n * d * sizeof(float);
-    work->beside = grown(work->beside, &work->beside_size, MAX_ROWS * (size_t)d * sizeof(float));
-    memcpy(work->beside, p, bytes);
-    memcpy(p, carried, bytes);
-    for (int r = 0; stream->norm_in && r < n; r++)
-        mr_rms_norm(p + (size_t)r * d, stream->norm_in, d, stream->block_shape->eps);
-    return work->beside;
-}
-
-// ids [n]: rows of the stream. Of the last `fresh` the target model runs a row, too: x is
-// [fresh + n, d], its rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL. On return x holds
-// the stream's outputs after the target rows' residuals at the exit layer; of a stream with merged
-// layers the target rows leave their keys and values and stay as they enter layer 0.
-static void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
-                        const int64_t *ids, const Rows *rows, int fresh, const float *carried,
-                        float *x) {
-    int n = rows->count, d = stream->shape->hidden, total = n + fresh, old = n - fresh;
-    float *p = x + (size_t)fresh * d;
-    RowTable both;
-    uint8_t adapted[MAX_ROWS];
-    embed(stream, ids, n, p);
-    memcpy(x, p + (size_t)old * d, (size_t)fresh * d * sizeof(float));
-    for (int r = 0; r < total; r++) {
-        int from = r < fresh ? old + r : r - fresh; // they write what the stream's rows read
-        set_row(&both, r, rows->seq[from], r < fresh ? rows->slot[from] : -1, rows->pos[from],
-                rows->prefix[from], rows->tree[from]);
-        adapted[r] = r >= fresh;
-    }
-    make_room(work, stream->shape, stream->adapters != NULL);
-    Level level = {.norm_out = stream->norm_out};
-    if (stream->carry.weight && carried)
-        level.carry =
-            (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
-    if (stream->fuse_stream.weight)
-        level.fuse_stream = (Product){
-            &stream->fuse_stream, p, stream->fuse_stream_norm, p, n, STORE, stream->carry_eps};
-    if (stream->fuse_carried.weight && carried)
-        level.fuse_carried =
-            (Product){&stream->fuse_carried, carried, stream->fuse_carried_norm, p, n, ADD,
-                      stream->carry_eps};
-    Rows all = rows_of(&both, 0, total, around->capacity);
-    all.adapted = adapted;
-    level.layers = (LayerCall){stream->shape,
-                               stream->layers,
-                               around->caches,
-                               stream->adapters,
-                               all,
-                               x,
-                               0,
-                               stream->exit_layer,
-                               0};
-    if (stream->merged) {
-        level.layers.layers = stream->merged;
-        level.layers.adapters = NULL;
-        level.layers.key_rows = fresh;
-    }
-    if (stream->block_shape) {
-        make_room(work, stream->block_shape, 0);
-        Rows own = *rows;
-        own.adapted = NULL;
-        own.capacity = around->block_capacity;
-        // of a token that is committed already the block's keys and values are all that is read
-        level.block = (LayerCall){
-            stream->block_shape, stream->block, around->block_cache, NULL, own, p, 0, 1, old};
-        if (stream->block->norm_beside)
-            level.block.beside = put_aside(work, stream, carried, n, p);
-    }
-    if (around->head)
-        level.head =
-            (Product){around->head, p + (size_t)old * d, around->head_norm, around->logits, fresh,
-                      STORE,        around->head_eps};
-    run_parallel(work, run_level, &level, around->head, n * MAX_ROWS + fresh);
-}
-
-// The same for any number of rows.
-void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
-                    const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
-                    const int64_t *ids, const float *carried, float *x) {
-    int n = rows->count, d = stream->shape->hidden, old = n - fresh;
-    size_t row_bytes = (size_t)d * sizeof(float);
-    Surroundings around = {.caches = caches,
-                           .block_cache = block_cache,
-                           .capacity = rows->capacity,
-                           .block_capacity = block_capacity};
-    if (n + fresh <= MAX_ROWS) {
-        draft_level(work, stream, &around, ids, rows, fresh, carried, x);
-        return;
-    }
-    for (int r = 0; r < old; r += MAX_ROWS) {
-        int take = old - r < MAX_ROWS ? old - r : MAX_ROWS;
-        Rows some = some_rows(rows, r, take);
-        draft_level(work, stream, &around, ids + r, &some, 0,
-                    carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
-    }
-    float *both = fresh ? malloc(MAX_ROWS * row_bytes) : NULL;
-    for (int r = 0; r < fresh; r += MAX_ROWS / 2) {
-        int take = fresh - r < MAX_ROWS / 2 ? fresh - r : MAX_ROWS / 2;
-        Rows some = some_rows(rows, old + r, take);
-        draft_level(work, stream, &around, ids + old + r, &some, take,
-                    carried ? carried + (size_t)(old + r) * d : NULL, both);
-        memcpy(x + (size_t)r * d, both, take * row_bytes);
-        memcpy(x + (size_t)(n + r) * d, both + (size_t)take * d, take * row_bytes);
-    }
-    free(both);
-}
-
-// ---- trees --------------------------------------------------------------------------------------
+#include "lookup.h"
 
 typedef struct {
     double path_probability, own; // own: before calibration
@@ -233,19 +83,19 @@ static double calibrated(const DraftLimits *limits, double confidence) {
            (limits->tries[bin] + CALIBRATION_STRENGTH);
 }
 
-static double arla_score(const Arla *arla, float eps, int d, const float *row) {
+static double score_of_output(const Scorer *scorer, float eps, int d, const float *row) {
     const Vectors *v = vectors();
-    float scale = v->inverse_rms(row, d, eps), logit = arla->out_bias;
-    for (int i = 0; i < arla->latent; i++) {
-        float y = scale * v->dot(arla->weight + (size_t)i * d, row, d) + arla->bias[i];
-        logit += arla->out[i] * y * v->sigmoid(y);
+    float scale = v->inverse_rms(row, d, eps), logit = scorer->out_bias;
+    for (int i = 0; i < scorer->latent; i++) {
+        float y = scale * v->dot(scorer->weight + (size_t)i * d, row, d) + scorer->bias[i];
+        logit += scorer->out[i] * y * v->sigmoid(y);
     }
     return (double)v->sigmoid(logit);
 }
 
-void mr_arla(const Arla *arla, float eps, int d, const float *x, int count, double *scores) {
+void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count, double *scores) {
     for (int n = 0; n < count; n++)
-        scores[n] = arla_score(arla, eps, d, x + (size_t)n * d);
+        scores[n] = score_of_output(scorer, eps, d, x + (size_t)n * d);
 }
 
 // Whether the best token of the stream's output, of this probability, is emitted unverified.
@@ -254,9 +104,9 @@ static int passes(Tree *t, const float *output, float probability) {
     double score = (double)probability;
     if (!trust)
         return 0;
-    if (trust->arla) {
+    if (trust->scorer) {
         const Shape *shape = t->step->stream->shape;
-        score = arla_score(trust->arla, shape->eps, shape->hidden, output);
+        score = score_of_output(trust->scorer, shape->eps, shape->hidden, output);
     }
     if (score < trust->least && score > t->step->refused)
         t->step->refused = score;
@@ -385,8 +235,7 @@ static Levels room_for_levels(Workspace *work, const Part *parts, int count) {
     const SpeculativeStep *step = parts->step;
     size_t rows = MAX_ROWS * (size_t)step->stream->shape->hidden,
            logits = (size_t)count * parts->limits->width * step->draft_head->outputs;
-    work->levels =
-        grown(work->levels, &work->levels_size, (2 * rows + logits) * sizeof *work->levels);
+    work->levels = grown(work->levels, (2 * rows + logits) * sizeof *work->levels);
     return (Levels){work->levels, work->levels + rows, work->levels + 2 * rows};
 }
 
@@ -588,7 +437,7 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
 void draft_trees(Workspace *work, const Part *parts, int count) {
     const SpeculativeStep *first = parts->step;
     Levels room = room_for_levels(work, parts, count);
-    work->trees = grown(work->trees, &work->trees_size, (size_t)count * sizeof(Tree));
+    work->trees = grown(work->trees, (size_t)count * sizeof(Tree));
     Tree *trees = work->trees;
     begin_trees(work, parts, trees, count, &room);
     for (int s = 0; s < count; s++)

@@ -1,49 +1,13 @@
 // Draft trees (draft.c).
 #ifndef MULTIRATE_DRAFT_H
 #define MULTIRATE_DRAFT_H
-#include "layers.h"
+#include "stream.h"
 
-// What a level of a draft reads and writes besides its rows.
-typedef struct {
-    const LayerCache *caches, *block_cache;
-    int capacity, block_capacity;
-    const Linear *head; // NULL: the outputs are not read
-    const float *head_norm;
-    float *logits; // of the last rows [fresh, head->outputs]
-    float head_eps;
-} Surroundings;
-
-// Rows in arrays of their own, filled one by one.
-typedef struct {
-    int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
-    int64_t tree[MAX_NODES + 1];
-} RowTable;
-
-static inline void set_row(RowTable *t, int r, int seq, int slot, int pos, int prefix,
-                           int64_t tree) {
-    t->seq[r] = seq;
-    t->slot[r] = slot;
-    t->pos[r] = pos;
-    t->prefix[r] = prefix;
-    t->tree[r] = tree;
-}
-
-static inline Rows rows_of(const RowTable *t, int begin, int count, int capacity) {
-    return (Rows){
-        t->seq + begin, t->slot + begin, t->pos + begin, t->prefix + begin, t->tree + begin,
-        NULL,           count,           capacity};
-}
-
-// The embeddings of ids [count], as they enter layer 0.
-static inline void embed(const Stream *stream, const int64_t *ids, int count, float *x) {
-    const Shape *shape = stream->shape;
-    mr_embed(stream->table, ids, count, shape->hidden, shape->embed_scale, x);
-}
-
-// Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the target
-// model has not run yet.
-static inline int entering_layer(const Stream *stream) {
-    return stream->merged ? 0 : stream->exit_layer;
+// The noise of the place `ahead` places after `noise`'s.
+static inline Noise noise_ahead(const Noise *noise, int ahead) {
+    Noise there = *noise;
+    there.place += ahead;
+    return there;
 }
 
 // A sequence's part of a step that several take together.

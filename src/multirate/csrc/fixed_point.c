@@ -26,7 +26,7 @@
 //     | p0a p0b p1a p1b … p31a p31b |
 //     | p0c p0d p1c p1d … p31c p31d |
 //     | c0a+c0b c0c+c0d … c31a+c31b c31c+c31d |   the first in the lower half
-#include "gemm.h"
+#include "operand.h"
 
 // The thread's own fixed-point copy of the rows: a few percent of the product, and no barrier. A
 // row whose norm sits in a few outliers (more than 3/4 of it squared) would leave too few steps for
@@ -36,50 +36,22 @@ void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int
     size_t all_rows = (size_t)rows * in;
     // rows, and tiles of them, each filled up by at most 3
     int16_t *copy = mine->fixed =
-        grown(mine->fixed, &mine->fixed_size,
-              (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
-    float *rest = mine->rest = grown(mine->rest, &mine->rest_size, (size_t)in * sizeof *rest);
-    Outliers *outliers = mine->outliers =
-        grown(mine->outliers, &mine->outliers_size, (size_t)rows * sizeof *outliers);
+        grown(mine->fixed, (2 * all_rows + (size_t)(rows + 1) * 3 * in + 8) * sizeof *copy);
+    float *rest = mine->rest = grown(mine->rest, (size_t)in * sizeof *rest);
+    Outliers *outliers = mine->outliers = grown(mine->outliers, (size_t)rows * sizeof *outliers);
     out->outliers = outliers;
     int16_t *to = copy + all_rows;
     for (int t = 0; t < out->tiles; t++) {
-        const int16_t *of_tile[PRODUCT_ROWS];
+        const int32_t *of_tile[PRODUCT_ROWS];
         int first = out->begin[t], taken = out->begin[t + 1] - first;
         for (int i = 0; i < taken; i++) {
             int n = first + i;
             int16_t *q = copy + (size_t)n * in;
             out->scale[n] = v->quantise_row(x[n], in, rest, q, outliers + n);
-            of_tile[i] = q;
+            of_tile[i] = (const int32_t *)q;
         }
-        v->fixed_arrange(of_tile, taken, in, to);
+        interleave(of_tile, taken, v->fixed_lanes(taken), in / 2, (int32_t *)to);
         out->arranged[t] = to;
         to += (size_t)v->fixed_lanes(taken) * in;
-    }
-}
-
-// Where the rows take several tiles, each fetches a share of the next group's weights: otherwise
-// memory would idle from the second tile on.
-void product_fixed(const Linear *linear, int first_of, int last_of, const Operand *x, int tile,
-                   const char *after, float (*acc)[GROUP_FLOATS]) {
-    int first = x->begin[tile], lanes = x->begin[tile + 1] - first, m = first_of % GROUP_COLUMNS;
-    for (int c = first_of; c < last_of; c++, m++) {
-        Column column = column_of(linear, c);
-        const char *weight = column.weight,
-                   *next = c + 1 < last_of ? weights_of(linear, c + 1) : after;
-        long pairs = linear->inputs / 2,
-             lines = column.format == WEIGHTS_INT12 ? pairs / 4 * 3 : pairs,
-             distance = lines_ahead(lanes, column.format);
-        if (distance > lines)
-            distance = lines;
-        Ahead ahead = {weight + distance * LINE_BYTES, next - (lines - distance) * LINE_BYTES,
-                       lines - distance, LINE_BYTES};
-        if (x->tiles > 1) {
-            long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + tile * lines * stride,
-                            NULL, lines, stride};
-        }
-        vectors()->fixed_product(&column, x->arranged[tile], lanes, (int)pairs, x->scale + first,
-                                 x->outliers + first, &ahead, acc[0] + COLUMN * m);
     }
 }

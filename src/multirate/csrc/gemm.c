@@ -32,7 +32,7 @@ typedef struct {
 static void add_needs(Needs *needs, int format) {
     const Format *f = format_of(format);
     needs->rows |= 1u << f->rows;
-    if (f->read)
+    if (is_quantised(f))
         needs->starts |= 1u << f->start;
 }
 
@@ -70,7 +70,7 @@ static void prepare_bytes(Operand *out, ThreadScratch *mine, unsigned starts, co
         most = out->begin[t + 1] - out->begin[t] > most ? out->begin[t + 1] - out->begin[t] : most;
     // the tiles, and a tile's rows and scales before they are arranged
     size_t tile_room = (size_t)most * ((size_t)in / BLOCK * sizeof(float) + (size_t)in);
-    char *room = mine->bytes = grown(mine->bytes, &mine->bytes_size, rows * row_room + tile_room);
+    char *room = mine->bytes = grown(mine->bytes, rows * row_room + tile_room);
     float *scales = (float *)(room + rows * row_room);
     int8_t *q = (int8_t *)(scales + (size_t)most * (in / BLOCK));
     for (int t = 0; t < out->tiles; t++) {
@@ -115,43 +115,46 @@ static void product_floats(const Linear *linear, int first_of, int last_of, cons
                     pairs, columns, after + (size_t)part * pairs * 64 * lines, lines, to);
 }
 
-static void product_bytes(const Linear *linear, int first_of, int last_of, const Operand *x,
-                          int part, const char *after, float (*acc)[GROUP_FLOATS]) {
-    const ByteRows *rows = &x->bytes[part];
-    int m = first_of % GROUP_COLUMNS;
-    for (int c = first_of; c < last_of; c++, m++) {
-        Column column = column_of(linear, c);
-        long lines = (long)(column_bytes(format_of(column.format), linear->inputs) / LINE_BYTES),
-             distance = lines_ahead(rows->lanes, column.format);
-        if (distance > lines)
-            distance = lines;
-        const char *weight = column.weight,
-                   *next = c + 1 < last_of ? weights_of(linear, c + 1) : after;
-        Ahead ahead = {weight + distance * LINE_BYTES, next - (lines - distance) * LINE_BYTES,
-                       lines - distance, LINE_BYTES};
-        if (x->tiles > 1) { // each tile fetches a share of the next weights
-            long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
-            ahead = (Ahead){after + (c - first_of) * lines * LINE_BYTES + part * lines * stride,
-                            NULL, lines, stride};
-        }
-        arch()->bytes->product[column.format](&column, rows, linear->inputs / BLOCK, &ahead,
-                                              acc[0] + COLUMN * m, GROUP_FLOATS);
+// What the pass over column c fetches meanwhile, `next` being the weights behind it. Where the rows
+// take several tiles, each fetches a share of the next group's weights: otherwise memory would idle
+// from the second tile on.
+static Ahead ahead_of(const Column *column, int inputs, const Operand *x, int part,
+                      const char *next, const char *after) {
+    long lines = (long)(column_bytes(format_of(column->format), inputs) / LINE_BYTES),
+         distance = lines_ahead(x->begin[part + 1] - x->begin[part], column->format);
+    if (x->tiles > 1) {
+        long stride = (LINE_BYTES + x->tiles - 1) / x->tiles;
+        return (Ahead){after + part * lines * stride, NULL, lines, stride};
     }
+    if (distance > lines)
+        distance = lines;
+    return (Ahead){(const char *)column->weight + distance * LINE_BYTES,
+                   next - (lines - distance) * LINE_BYTES, lines - distance, LINE_BYTES};
 }
 
 // acc[r][m] = the outputs of columns [first, last) of one group, all of one format, m counted in
 // the group, for row r of a tile, without bias. after: the weights that the thread reads next.
 static void product(const Linear *linear, int first, int last, const Operand *x, int part,
                     const char *after, float (*acc)[GROUP_FLOATS]) {
-    switch (format_of(column_of(linear, first).format)->rows) {
-    case ROWS_BYTES:
-        product_bytes(linear, first, last, x, part, after, acc);
-        return;
-    case ROWS_FIXED:
-        product_fixed(linear, first, last, x, part, after, acc);
-        return;
-    default:
+    const Format *f = format_of(column_of(linear, first).format);
+    if (f->rows == ROWS_FLOAT) {
         product_floats(linear, first, last, x, part, after, acc);
+        return;
+    }
+    int row = x->begin[part], inputs = linear->inputs;
+    size_t bytes = column_bytes(f, inputs);
+    for (int c = first; c < last; c++) {
+        Column column = column_of(linear, c);
+        Ahead ahead =
+            ahead_of(&column, inputs, x, part, c + 1 < last ? weights_of(linear, c + 1) : after,
+                     after + (size_t)(c - first) * bytes);
+        float *to = acc[0] + COLUMN * (c % GROUP_COLUMNS);
+        if (f->rows == ROWS_BYTES)
+            arch()->bytes->product[column.format](&column, &x->bytes[part], inputs / BLOCK, &ahead,
+                                                  to, GROUP_FLOATS);
+        else
+            vectors()->fixed_product(&column, x->arranged[part], x->begin[part + 1] - row,
+                                     inputs / 2, x->scale + row, x->outliers + row, &ahead, to);
     }
 }
 

@@ -1,11 +1,10 @@
 // Products of a few rows with packed weights (gemm.c), split among the threads of a call.
 #ifndef MULTIRATE_GEMM_H
 #define MULTIRATE_GEMM_H
+#include "operand.h"
 #include "threads.h"
-#include "weights/arch.h"
 
 // What threads share out: columns, or for gates and bf16 weights, which lie group by group, groups.
-#define GROUP_COLUMNS 4
 static inline int unit_of(const Linear *linear, int whole) {
     int by_groups = !linear->columns && format_of(linear->format)->rows == ROWS_FLOAT;
     return whole || by_groups ? GROUP_COLUMNS : 1;
@@ -17,35 +16,9 @@ static inline int first_column(const Linear *linear, int whole, int thread, int 
     return (int)((long)linear->outputs / COLUMN / unit * thread / threads) * unit;
 }
 
-// Where the weights of an output's column lie.
-static inline const char *weights_of(const Linear *linear, int column) {
-    return column_of(linear, column).weight;
-}
-
-// Rows of a tile at most, whatever the format.
-#define PRODUCT_ROWS 24
-
-// The rows of a product as its weights need them, in tiles of rows [begin[t], begin[t + 1]).
-typedef struct {
-    int tiles;
-    int begin[MAX_ROWS + 1];
-    const float *const *rows; // ROWS_FLOAT
-    // ROWS_FIXED: each tile's rows as fixed_arrange leaves them, and of each row its scale and
-    // outliers
-    const int16_t *arranged[MAX_ROWS];
-    float scale[MAX_ROWS];
-    const Outliers *outliers;
-    ByteRows bytes[MAX_ROWS]; // ROWS_BYTES, of each tile
-} Operand;
-
+// The rows x [rows] for a layer.
 void prepare(Operand *out, ThreadScratch *mine, const Linear *linear, const float *const *x,
              int rows);
-
-// fixed_point.c: the same for integer weights with `in` inputs, in the operand's tiles, and a
-// tile's product with columns [first, last) of one group; acc[.][m] is the group's m-th.
-void prepare_fixed(Operand *out, ThreadScratch *mine, const float *const *x, int rows, int in);
-void product_fixed(const Linear *linear, int first, int last, const Operand *x, int tile,
-                   const char *after, float (*acc)[GROUP_FLOATS]);
 
 // How a model's gates are passed.
 static inline int gate_of(const Shape *shape) {

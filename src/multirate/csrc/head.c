@@ -2,7 +2,6 @@
 #include "head.h"
 
 #include "screen.h"
-#include "bf16.h"
 #include "threads.h"
 
 void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {
@@ -45,26 +44,6 @@ void refine_likeliest(const bf16 *exact, const float *x, const float *norm, floa
             mr_noise(noise, &id, 1, &number);
         logits[best[j]] = scale * dot + number;
     }
-}
-
-typedef struct {
-    const float *logits;
-    int64_t *ids;
-    int count, vocab, stride, k;
-} BestCall;
-
-static void run_best(Workspace *work, void *context, int id, int threads) {
-    const BestCall *call = context;
-    (void)work;
-    for (int n = id; n < call->count; n += threads)
-        vectors()->best(call->logits + (size_t)n * call->stride, call->vocab, call->k,
-                        call->ids + (size_t)n * call->k);
-}
-
-void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
-             int64_t *ids) {
-    BestCall call = {logits, ids, count, vocab, stride, k};
-    run_parallel(work, run_best, &call, NULL, count);
 }
 
 // The tokens after rows that have passed the layers, as mr_argmax_pass tells them.

@@ -1,7 +1,7 @@
 // Logits of a quantised head (head.c).
 #ifndef MULTIRATE_HEAD_H
 #define MULTIRATE_HEAD_H
-#include "abi.h"
+#include "include/model.h"
 
 // logits [vocab] are of a quantised copy of `exact` [vocab, d], for the row x [d], which it reads
 // through `norm` [d] (NULL: as it is), with noise of the outputs' tokens in them (NULL: without).

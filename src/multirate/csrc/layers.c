@@ -5,7 +5,6 @@
 #include "layers.h"
 
 #include "attention.h"
-#include "row_parts.h"
 
 // Whether a thread can compute the queries, keys and values of just its own heads: no barrier
 // before attention then.
@@ -86,187 +85,185 @@ static void add_sums(Workspace *work, const Shape *s, const Sums *sums, int rows
     barrier(work, threads);
 }
 
+// Signals that a slice's keys and values are in the call's `layer`-th layer, and waits until those
+// of all earlier rows are (passes.c).
+static void wait_for_earlier_rows(const Turn *turn, int layer) {
+    Workspace *const *others = turn->of->apart;
+    int threads = turn->threads, layers = turn->layers;
+    atomic_store_explicit(&others[turn->part % threads]->reached,
+                          turn->part / threads * layers + layer + 1, memory_order_release);
+    for (int part = turn->part - 1; part >= 0 && part > turn->part - threads; part--) {
+        int wanted = part / threads * layers + layer + 1;
+        const atomic_int *reached = &others[part % threads]->reached;
+        for (int spins = 0; atomic_load_explicit(reached, memory_order_acquire) < wanted; spins++)
+            wait_a_little(spins);
+    }
+}
+
+// A thread's part of a call.
+typedef struct {
+    Workspace *work;
+    const LayerCall *call;
+    int id, threads;
+    float *normed; // [rows, wide] what a product reads
+    int wide;
+    int fast[MAX_ROWS], fast_count; // the rows with adapters
+} LayerRun;
+
+static void adapt_in(const LayerRun *r, const LowRank *site, const float *base, int stride) {
+    low_rank_in(r->work, site, base, stride, r->fast, r->fast_count, r->id, r->threads);
+}
+
+static void adapt_out(const LayerRun *r, const LowRank *site, float *y, int stride) {
+    low_rank_out(r->work, site, y, stride, r->fast, r->fast_count, r->id, r->threads);
+}
+
+// Queries, keys and values of all rows: to work->qkv.
+static void project(const LayerRun *r, const Layer *layer, const Adapter *adapter, int count) {
+    const LayerCall *call = r->call;
+    const Shape *s = call->shape;
+    Workspace *work = r->work;
+    int d = s->hidden, id = r->id, threads = r->threads,
+        width = (s->heads + 2 * s->kv_heads) * s->head_dim;
+    const float *from[MAX_ROWS];
+    // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
+    for (int n = 0; n < count; n++) {
+        float *to = r->normed + (size_t)n * r->wide;
+        if (call->beside)
+            vectors()->read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps, to);
+        vectors()->read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps,
+                            to + r->wide - d);
+    }
+    int adapted = adapter && adapter->q.rank;
+    if (adapted)
+        adapt_in(r, &adapter->q, r->normed, d);
+    row_pointers(r->normed, r->wide, NULL, count, from);
+    Output qkv = {.y = work->qkv, .stride = width};
+    if (count <= TILE_ROWS * 3)
+        fetch_slots(s, &call->caches[layer - call->layers], &call->rows, id, threads);
+    if (call->key_rows == count) {
+        keys_and_values(work, s, layer, from, count, qkv, id, threads);
+    } else if (heads_are_groups(s, threads) && !layer->norm_all_heads && !adapted) {
+        qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
+    } else {
+        matmul_balanced(work, &layer->qkv, from, count, STORE, qkv, &layer->o, id, threads);
+        barrier(work, threads);
+        if (adapted) {
+            adapt_out(r, &adapter->q, work->qkv, width);
+            barrier(work, threads);
+        }
+    }
+    if (layer->norm_all_heads)
+        norm_all_heads(work, s, layer, count, call->key_rows == count, id, threads);
+}
+
+// Attention of the rows behind `key_rows`, added to x [count, hidden].
+static void attend_and_add(const LayerRun *r, int l, const Adapter *adapter, int count, float *x) {
+    const LayerCall *call = r->call;
+    const Shape *s = call->shape;
+    const Layer *layer = &call->layers[l];
+    int heads = s->heads * s->head_dim;
+    const float *attended = r->work->heads + (size_t)call->key_rows * heads, *from[MAX_ROWS];
+    attention_of_heads(r->work, s, layer, &call->caches[l], &call->rows, call->key_rows, r->id,
+                       r->threads);
+    barrier(r->work, r->threads);
+    int adapted = adapter && adapter->o.rank;
+    if (adapted)
+        adapt_in(r, &adapter->o, attended, heads);
+    row_pointers(attended, heads, NULL, count, from);
+    Sums sums = sums_of(r->work, s, layer->norm_attention_out, x);
+    sum_up(r->work, &layer->o, from, count, adapter != NULL, &sums,
+           layer->gate_up.weight ? &layer->gate_up : NULL, r->id, r->threads);
+    if (adapted)
+        adapt_out(r, &adapter->o, sums.out.y, s->hidden);
+    add_sums(r->work, s, &sums, count, x, r->id, r->threads);
+}
+
+// From the normed rows to work->activation. Ends in a barrier.
+static void run_gates(const LayerRun *r, const Layer *layer, const Adapter *adapter, int count) {
+    const Shape *s = r->call->shape;
+    Workspace *work = r->work;
+    int d = s->hidden, inner = s->intermediate, gate = gate_of(s), id = r->id, threads = r->threads;
+    const float *from[MAX_ROWS], *low[MAX_ROWS];
+    row_pointers(r->normed, d, NULL, count, from);
+    if (adapter && adapter->gate_up.rank) {
+        // LoRA on gate and up needs the gates' sums as they are, so this pass keeps raw sums for
+        // all rows.
+        adapt_in(r, &adapter->gate_up, r->normed, d);
+        row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, r->fast_count, low);
+        Output raw = {.y = work->qkv, .stride = 2 * inner};
+        matmul(work, &layer->gate_up, from, count, NULL, STORE, 1, raw, &layer->down, id, threads);
+        matmul(work, &adapter->gate_up.b, low, r->fast_count, r->fast, ADD, 1, raw, NULL, id,
+               threads);
+        int groups = 2 * inner / 64, first = groups * id / threads,
+            last = groups * (id + 1) / threads;
+        for (int n = 0; n < count; n++)
+            vectors()->gates(gate, work->qkv + (size_t)n * 2 * inner + first * 64, last - first,
+                             work->activation + (size_t)n * inner + first * 32);
+    } else {
+        matmul_balanced(work, &layer->gate_up, from, count, gate,
+                        (Output){.activation = work->activation, .stride = inner}, &layer->down, id,
+                        threads);
+    }
+    barrier(work, threads);
+}
+
+// The MLP of x [count, hidden], added to it.
+static void run_mlp(const LayerRun *r, int l, const Adapter *adapter, int count, float *x) {
+    const LayerCall *call = r->call;
+    const Shape *s = call->shape;
+    const Layer *layer = &call->layers[l];
+    int d = s->hidden, inner = s->intermediate;
+    const float *from[MAX_ROWS];
+    for (int n = 0; n < count; n++)
+        vectors()->read_row(x + (size_t)n * d, layer->norm_mlp, d, s->eps,
+                            r->normed + (size_t)n * d);
+    run_gates(r, layer, adapter, count);
+    const LowRank *site = !adapter             ? NULL
+                          : adapter->down.rank ? &adapter->down
+                          : adapter->mlp.rank  ? &adapter->mlp
+                                               : NULL;
+    if (site)
+        adapt_in(r, site, site == &adapter->down ? r->work->activation : r->normed,
+                 site == &adapter->down ? inner : d);
+    row_pointers(r->work->activation, inner, NULL, count, from);
+    Sums sums = sums_of(r->work, s, layer->norm_mlp_out, x);
+    sum_up(r->work, &layer->down, from, count, adapter != NULL, &sums,
+           l + 1 < call->stop ? &layer[1].qkv : NULL, r->id, r->threads);
+    if (site)
+        adapt_out(r, site, sums.out.y, d);
+    add_sums(r->work, s, &sums, count, x, r->id, r->threads);
+}
+
 void run_layers(Workspace *work, void *context, int id, int threads) {
-    ThreadScratch *mine = &work->own[id];
     const LayerCall *call = context;
     const Shape *s = call->shape;
-    int d = s->hidden, count = call->rows.count, dim = s->head_dim, heads = s->heads * dim;
-    int width = (s->heads + 2 * s->kv_heads) * dim;
-    int wide = call->beside ? 2 * d : d;
-    float *normed = room_for_normed(mine, wide);
-    int fast[MAX_ROWS], fast_count = 0; // the rows with adapters
-    if (call->adapters && call->rows.adapted)
-        for (int n = 0; n < count; n++)
-            if (call->rows.adapted[n])
-                fast[fast_count++] = n;
-    const float *from[MAX_ROWS];
-
-    int tap = 0;
+    int d = s->hidden, count = call->rows.count, tap = 0;
+    LayerRun r = {.work = work, .call = call, .id = id, .threads = threads};
+    r.wide = call->beside ? 2 * d : d;
+    r.normed = room_for_normed(&work->own[id], r.wide);
+    for (int n = 0; call->adapters && call->rows.adapted && n < count; n++)
+        if (call->rows.adapted[n])
+            r.fast[r.fast_count++] = n;
     for (int l = call->start; l < call->stop; l++) {
         const Layer *layer = &call->layers[l];
+        // what adapters add goes to the thread's own outputs
+        const Adapter *adapter = r.fast_count ? call->adapters[l] : NULL;
         // nobody adds to x before attention's end
         if (tap < call->tap_count && call->taps[tap] == l)
             note_residuals(call, tap++, id, threads);
-        const Adapter *adapter = fast_count ? call->adapters[l] : NULL;
-        int whole = adapter != NULL; // what adapters add goes to the thread's own outputs
-        // Norms are recomputed by every thread: cheaper than a barrier for a few rows.
-        for (int n = 0; n < count; n++) {
-            float *to = normed + (size_t)n * wide;
-            if (call->beside)
-                vectors()->read_row(call->beside + (size_t)n * d, layer->norm_beside, d, s->eps,
-                                    to);
-            vectors()->read_row(call->x + (size_t)n * d, layer->norm_attention, d, s->eps,
-                                to + wide - d);
-        }
-        if (adapter && adapter->q.rank)
-            low_rank_in(work, &adapter->q, normed, d, fast, fast_count, id, threads);
-        row_pointers(normed, wide, NULL, count, from);
-        Output qkv = {.y = work->qkv, .stride = width};
-        if (count <= TILE_ROWS * 3)
-            fetch_slots(s, &call->caches[l], &call->rows, id, threads);
-        if (call->key_rows == count) {
-            keys_and_values(work, s, layer, from, count, qkv, id, threads);
-        } else if (heads_are_groups(s, threads) && !layer->norm_all_heads &&
-                   !(adapter && adapter->q.rank)) {
-            qkv_of_heads(work, s, layer, from, count, qkv, id, threads);
-        } else {
-            matmul_balanced(work, &layer->qkv, from, count, STORE, qkv, &layer->o, id, threads);
-            barrier(work, threads);
-            if (adapter && adapter->q.rank) {
-                low_rank_out(work, &adapter->q, work->qkv, width, fast, fast_count, id, threads);
-                barrier(work, threads);
-            }
-        }
-        if (layer->norm_all_heads)
-            norm_all_heads(work, s, layer, count, call->key_rows == count, id, threads);
+        project(&r, layer, adapter, count);
         write_keys_and_values(work, s, layer, &call->caches[l], &call->rows, id, threads);
         if (call->key_rows == count)
             return;
         if (call->turn.of)
             wait_for_earlier_rows(&call->turn, l - call->start);
-        attention_of_heads(work, s, layer, &call->caches[l], &call->rows, call->key_rows, id,
-                           threads);
-        barrier(work, threads);
-        const float *attended = work->heads + (size_t)call->key_rows * heads;
         float *x = call->x + (size_t)call->key_rows * d;
         count -= call->key_rows;
-        if (adapter && adapter->o.rank)
-            low_rank_in(work, &adapter->o, attended, heads, fast, fast_count, id, threads);
-        row_pointers(attended, heads, NULL, count, from);
-        Sums sums = sums_of(work, s, layer->norm_attention_out, x);
-        sum_up(work, &layer->o, from, count, whole, &sums,
-               layer->gate_up.weight ? &layer->gate_up : NULL, id, threads);
-        if (adapter && adapter->o.rank)
-            low_rank_out(work, &adapter->o, sums.out.y, d, fast, fast_count, id, threads);
-        add_sums(work, s, &sums, count, x, id, threads);
-        if (!layer->gate_up.weight)
-            continue; // attention alone
-        for (int n = 0; n < count; n++)
-            vectors()->read_row(x + (size_t)n * d, layer->norm_mlp, d, s->eps,
-                                normed + (size_t)n * d);
-        int inner = s->intermediate, gate = gate_of(s);
-        if (adapter && adapter->gate_up.rank) {
-            // LoRA on gate and up needs the gates' sums as they are, so this pass keeps raw sums
-            // for all rows.
-            low_rank_in(work, &adapter->gate_up, normed, d, fast, fast_count, id, threads);
-            const float *low[MAX_ROWS];
-            row_pointers(work->low_in, adapter->gate_up.a.outputs, NULL, fast_count, low);
-            Output raw = {.y = work->qkv, .stride = 2 * inner};
-            matmul(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from), count, NULL,
-                   STORE, whole, raw, &layer->down, id, threads);
-            matmul(work, &adapter->gate_up.b, low, fast_count, fast, ADD, whole, raw, NULL, id,
-                   threads);
-            int groups = 2 * inner / 64, first = groups * id / threads,
-                last = groups * (id + 1) / threads;
-            for (int n = 0; n < count; n++)
-                vectors()->gates(gate, work->qkv + (size_t)n * 2 * inner + first * 64, last - first,
-                                 work->activation + (size_t)n * inner + first * 32);
-        } else {
-            matmul_balanced(work, &layer->gate_up, row_pointers(normed, d, NULL, count, from),
-                            count, gate, (Output){.activation = work->activation, .stride = inner},
-                            &layer->down, id, threads);
-        }
-        barrier(work, threads);
-        if (adapter && adapter->down.rank)
-            low_rank_in(work, &adapter->down, work->activation, inner, fast, fast_count, id,
-                        threads);
-        if (adapter && adapter->mlp.rank && !adapter->down.rank)
-            low_rank_in(work, &adapter->mlp, normed, d, fast, fast_count, id, threads);
-        row_pointers(work->activation, inner, NULL, count, from);
-        sums = sums_of(work, s, layer->norm_mlp_out, x);
-        sum_up(work, &layer->down, from, count, whole, &sums,
-               l + 1 < call->stop ? &layer[1].qkv : NULL, id, threads);
-        if (adapter && adapter->down.rank)
-            low_rank_out(work, &adapter->down, sums.out.y, d, fast, fast_count, id, threads);
-        else if (adapter && adapter->mlp.rank)
-            low_rank_out(work, &adapter->mlp, sums.out.y, d, fast, fast_count, id, threads);
-        add_sums(work, s, &sums, count, x, id, threads);
+        attend_and_add(&r, l, adapter, count, x);
+        if (layer->gate_up.weight) // else attention alone
+            run_mlp(&r, l, adapter, count, x);
     }
     if (tap < call->tap_count) // of the last layer's output
         note_residuals(call, tap, id, threads);
-}
-
-// The call on any number of rows, MAX_ROWS at a time.
-static void run_all_rows(Workspace *work, LayerCall call) {
-    Rows rows = call.rows;
-    if (rows_go_in_parts(work, &rows)) {
-        run_row_parts(work, &call);
-        return;
-    }
-    make_room(work, call.shape, call.adapters != NULL);
-    for (int n = 0; n < rows.count; n += call.rows.count) {
-        call.rows = some_rows(&rows, n, rows.count - n < MAX_ROWS ? rows.count - n : MAX_ROWS);
-        run_parallel(work, run_layers, &call, call.layers + call.start,
-                     call.rows.count << 12 | (call.stop - call.start));
-        call.x += (size_t)call.rows.count * call.shape->hidden;
-        if (call.tap_count)
-            call.noted += (size_t)call.rows.count * call.tap_count * call.shape->hidden;
-    }
-}
-
-void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-               const Adapter *const *adapters, const Rows *rows, float *x, int start, int stop) {
-    run_all_rows(work, (LayerCall){.shape = shape,
-                                   .layers = layers,
-                                   .caches = caches,
-                                   .adapters = adapters,
-                                   .rows = *rows,
-                                   .x = x,
-                                   .start = start,
-                                   .stop = stop});
-}
-
-void layers_with_taps(Workspace *work, const Shape *shape, const Layer *layers,
-                      const LayerCache *caches, const Rows *rows, float *x, int start, int stop,
-                      const int32_t *taps, int tap_count, float *noted) {
-    run_all_rows(work, (LayerCall){.shape = shape,
-                                   .layers = layers,
-                                   .caches = caches,
-                                   .rows = *rows,
-                                   .x = x,
-                                   .start = start,
-                                   .stop = stop,
-                                   .taps = taps,
-                                   .noted = noted,
-                                   .tap_count = tap_count});
-}
-
-void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
-                const Rows *rows, float *x, int start, int stop) {
-    make_room(work, shape, 0);
-    for (int n = 0; n < rows->count; n += MAX_ROWS) {
-        int take = rows->count - n < MAX_ROWS ? rows->count - n : MAX_ROWS;
-        for (int l = start; l < stop; l++) {
-            LayerCall call = {shape,
-                              layers,
-                              caches,
-                              NULL,
-                              some_rows(rows, n, take),
-                              x + (size_t)n * shape->hidden,
-                              l,
-                              l + 1,
-                              take};
-            run_parallel(work, run_layers, &call, layers + l, take);
-        }
-    }
 }

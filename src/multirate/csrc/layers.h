@@ -3,7 +3,7 @@
 #define MULTIRATE_LAYERS_H
 #include "gemm.h"
 
-// The place of a call's rows among those that other threads run meanwhile (row_parts.c).
+// The place of a call's rows among those that other threads run meanwhile (passes.c).
 typedef struct {
     const Workspace *of; // whose threads these are; NULL: no others
     int part, threads;   // part `part`, of thread part % threads
@@ -30,10 +30,8 @@ typedef struct {
 
 void run_layers(Workspace *work, void *context, int id, int threads);
 
-// mr_layers without adapters, with taps.
-void layers_with_taps(Workspace *work, const Shape *shape, const Layer *layers,
-                      const LayerCache *caches, const Rows *rows, float *x, int start, int stop,
-                      const int32_t *taps, int tap_count, float *noted);
+// passes.c: the call on any number of rows.
+void run_all_rows(Workspace *work, LayerCall call);
 
 // Rows [begin, begin + count).
 static inline Rows some_rows(const Rows *rows, int begin, int count) {
@@ -45,5 +43,26 @@ static inline Rows some_rows(const Rows *rows, int begin, int count) {
                   rows->adapted ? rows->adapted + begin : NULL,
                   count,
                   rows->capacity};
+}
+
+// Rows in arrays of their own, filled one by one.
+typedef struct {
+    int32_t seq[MAX_NODES + 1], slot[MAX_NODES + 1], pos[MAX_NODES + 1], prefix[MAX_NODES + 1];
+    int64_t tree[MAX_NODES + 1];
+} RowTable;
+
+static inline void set_row(RowTable *t, int r, int seq, int slot, int pos, int prefix,
+                           int64_t tree) {
+    t->seq[r] = seq;
+    t->slot[r] = slot;
+    t->pos[r] = pos;
+    t->prefix[r] = prefix;
+    t->tree[r] = tree;
+}
+
+static inline Rows rows_of(const RowTable *t, int begin, int count, int capacity) {
+    return (Rows){
+        t->seq + begin, t->slot + begin, t->pos + begin, t->prefix + begin, t->tree + begin,
+        NULL,           count,           capacity};
 }
 #endif

@@ -2,7 +2,7 @@
 #include "vectors.h"
 
 void mr_rms_norm(float *x, const float *weight, int d, float eps) {
-    vectors()->rms_norm(x, weight, d, eps, x);
+    vectors()->read_row(x, weight, d, eps, x);
 }
 
 void mr_rotate(float *x, const float *cos, const float *sin, int d) {

@@ -1,8 +1,7 @@
 // Lays out a model's weights for the products of gemm.c, a column of 16 outputs at a time, on all
 // threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
-#include "bf16.h"
 #include "threads.h"
-#include "weights/format.h"
+#include "weights/blocks.h"
 #include "weights/quantise.h"
 
 typedef struct {
@@ -26,21 +25,6 @@ static void *room_for(size_t size) {
     if (!made)
         abort();
     return made;
-}
-
-void read_unpacked(const Unpacked *from, int output, float *to) {
-    int in = from->inputs;
-    if (output >= from->outputs) {
-        memset(to, 0, (size_t)in * sizeof *to);
-        return;
-    }
-    if (from->wide) {
-        memcpy(to, (const float *)from->values + (size_t)output * in, (size_t)in * sizeof *to);
-        return;
-    }
-    const bf16 *values = (const bf16 *)from->values + (size_t)output * in;
-    for (int i = 0; i < in; i++)
-        to[i] = from_bf16(values[i]);
 }
 
 static inline bf16 bf16_of(float w) {
@@ -161,13 +145,15 @@ static float bound_of_sums(const double *sums) {
 }
 
 // An output's bounds: of what its 8-bit copy lacks, and of the copy.
-static void measure(const BlockQ8_0 *blocks, const int16_t *q, float fine, int in, float *error,
+static void measure(const void *blocks, const int16_t *q, float fine, int in, float *error,
                     float *norm) {
     double lost[8] = {0}, kept[8] = {0};
     for (int b = 0; b < in / BLOCK; b++, q += BLOCK) {
-        float copied[BLOCK], missing[BLOCK], scale = from_fp16(blocks[b].d);
+        Unit unit;
+        read_unit(format_of(WEIGHTS_Q8_0), blocks, b, &unit);
+        float copied[BLOCK], missing[BLOCK], scale = from_fp16(unit.scale);
         for (int i = 0; i < BLOCK; i++) {
-            copied[i] = (float)blocks[b].q[i] * scale;
+            copied[i] = (float)(unit.q[i] - 128) * scale;
             missing[i] = (float)q[i] * fine - copied[i];
         }
         for (int i = 0; i < BLOCK; i += 16) {
@@ -185,7 +171,7 @@ static void measure_outputs(Workspace *work, void *context, int id, int threads)
     int in = s->from->inputs;
     float *w = room_for((size_t)in * sizeof *w);
     int16_t *q = room_for((size_t)in * sizeof *q);
-    BlockQ8_0 *blocks = room_for((size_t)in / BLOCK * sizeof *blocks);
+    void *blocks = room_for((size_t)in / BLOCK * format_of(WEIGHTS_Q8_0)->bytes);
     for (int o = id; o < s->from->outputs; o += threads) {
         read_unpacked(s->from, o, w);
         quantise_row(WEIGHTS_Q8_0, w, in, blocks);

@@ -34,7 +34,7 @@ static int chunks_of(const Linear *head) {
 
 // The norm of what a row loses when it becomes bytes.
 static float rounded_off(ThreadScratch *mine, const float *row, int in) {
-    mine->rest = grown(mine->rest, &mine->rest_size, (size_t)2 * in * sizeof *mine->rest);
+    mine->rest = grown(mine->rest, (size_t)2 * in * sizeof *mine->rest);
     float *lost = mine->rest, *scales = lost + in;
     int8_t *q = (int8_t *)(scales + in / BLOCK);
     arch()->bytes->quantise(row, in, q, scales);
@@ -89,11 +89,9 @@ static void run_screen(Workspace *work, void *context, int id, int threads) {
 void screen_rows(Workspace *work, const Linear *head, const Screen *screen, const float *x,
                  const float *norm, float eps, int count, int vocab, float *upper) {
     int in = head->inputs, chunks = chunks_of(head);
-    work->screened =
-        grown(work->screened, &work->screened_size, (size_t)count * in * sizeof *work->screened);
-    work->reach = grown(work->reach, &work->reach_size, (size_t)count * sizeof *work->reach);
-    work->highest =
-        grown(work->highest, &work->highest_size, (size_t)count * chunks * sizeof *work->highest);
+    work->screened = grown(work->screened, (size_t)count * in * sizeof *work->screened);
+    work->reach = grown(work->reach, (size_t)count * sizeof *work->reach);
+    work->highest = grown(work->highest, (size_t)count * chunks * sizeof *work->highest);
     for (int n = 0; n < count; n += MAX_ROWS) {
         int take = count - n < MAX_ROWS ? count - n : MAX_ROWS;
         ScreenCall call = {head,
@@ -309,28 +307,36 @@ static int settle_best(Bounds *bounds, int k, int64_t *ids) {
 }
 
 typedef struct {
-    const Linear *head;
+    const Linear *head; // with its screen, or NULL: the rows are logits
     const Screen *screen;
-    float *upper;
+    float *rows;
     int64_t *ids;
-    int count, vocab, k;
+    int count, vocab, stride, k;
 } BestCall;
 
 static void run_best(Workspace *work, void *context, int id, int threads) {
     const BestCall *call = context;
     for (int n = id; n < call->count; n += threads) {
-        Bounds bounds;
+        float *row = call->rows + (size_t)n * call->stride;
         int64_t *ids = call->ids + (size_t)n * call->k;
-        open_row(&bounds, work, call->head, call->screen, n,
-                 call->upper + (size_t)n * call->head->outputs, call->vocab, id);
-        if (!settle_best(&bounds, call->k, ids))
-            use_head(&bounds, 0, call->head->outputs / 16);
-        vectors()->best(bounds.upper, call->vocab, call->k, ids);
+        if (call->screen) {
+            Bounds bounds;
+            open_row(&bounds, work, call->head, call->screen, n, row, call->vocab, id);
+            if (!settle_best(&bounds, call->k, ids))
+                use_head(&bounds, 0, call->head->outputs / 16);
+        }
+        vectors()->best(row, call->vocab, call->k, ids);
     }
+}
+
+void mr_best(Workspace *work, const float *logits, int count, int vocab, int stride, int k,
+             int64_t *ids) {
+    BestCall call = {NULL, NULL, (float *)logits, ids, count, vocab, stride, k};
+    run_parallel(work, run_best, &call, NULL, count);
 }
 
 void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
                    float *upper, int vocab, int k, int64_t *ids) {
-    BestCall call = {head, screen, upper, ids, count, vocab, k};
+    BestCall call = {head, screen, upper, ids, count, vocab, head->outputs, k};
     run_parallel(work, run_best, &call, head, count);
 }

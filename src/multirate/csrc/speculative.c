@@ -2,7 +2,6 @@
 // call if tokens are the argmax of the logits, with or without noise; otherwise the caller chooses
 // the tokens between two calls.
 #include "draft.h"
-#include "noise.h"
 #include "screen.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
@@ -193,8 +192,16 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen 
     const Stream *stream = step->stream;
     const Shape *shape = stream->shape;
     double begin = seconds_now();
-    layers_with_taps(work, shape, stream->layers, step->caches, rows, to.hidden, start,
-                     step->layers, stream->taps, stream->tap_count, to.features);
+    run_all_rows(work, (LayerCall){.shape = shape,
+                                   .layers = stream->layers,
+                                   .caches = step->caches,
+                                   .rows = *rows,
+                                   .x = to.hidden,
+                                   .start = start,
+                                   .stop = step->layers,
+                                   .taps = stream->taps,
+                                   .noted = to.features,
+                                   .tap_count = stream->tap_count});
     double layers_done = seconds_now();
     work->spent[SPENT_OWN] += layers_done - begin;
     if (screen)
@@ -253,9 +260,8 @@ int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int 
 static Verified room_for_verified(Workspace *work, const SpeculativeStep *step) {
     size_t rows = MAX_NODES + 1, d = (size_t)step->stream->shape->hidden,
            taps = (size_t)step->stream->tap_count;
-    work->verified =
-        grown(work->verified, &work->verified_size,
-              rows * (d + taps * d + (size_t)step->head->outputs) * sizeof *work->verified);
+    work->verified = grown(work->verified, rows * (d + taps * d + (size_t)step->head->outputs) *
+                                               sizeof *work->verified);
     float *features = work->verified + rows * d;
     return (Verified){work->verified, features, features + rows * taps * d, 0};
 }

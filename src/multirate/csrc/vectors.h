@@ -12,7 +12,22 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "abi.h"
+#include "include/model.h"
+
+static inline float from_bf16(bf16 b) {
+    union {
+        uint32_t u;
+        float f;
+    } c = {.u = (uint32_t)b << 16};
+    return c.f;
+}
+static inline bf16 to_bf16(float f) { // round to nearest even
+    union {
+        float f;
+        uint32_t u;
+    } c = {.f = f};
+    return (bf16)((c.u + 0x7fffu + ((c.u >> 16) & 1)) >> 16);
+}
 
 // A tile of bf16 weights, keys or values has up to 6 rows; integer tiles have more.
 #define TILE_ROWS 6
@@ -71,9 +86,7 @@ typedef struct {
 
 typedef struct {
     // ---- rows: vectors/rows.h ----
-    // RMSNorm of x [d], of any size, to out, which may be x.
-    void (*rms_norm)(const float *x, const float *weight, int d, float eps, float *out);
-    // The same; weight NULL: x as it is.
+    // RMSNorm of x [d], of any size, to out, which may be x; weight NULL: x as it is.
     void (*read_row)(const float *x, const float *weight, int d, float eps, float *out);
     // x += factor · RMSNorm(y), all [d]; weight NULL: y as it is.
     void (*add_normed)(const float *y, const float *weight, int d, float eps, float factor,
@@ -107,11 +120,8 @@ typedef struct {
     int short_weights;
     // q = row [in] in steps of the returned scale, without its outliers. rest [in]: scratch.
     float (*quantise_row)(const float *row, int in, float *rest, int16_t *q, Outliers *out);
-    // `count` rows [in] of a tile, in the order in which fixed_product reads them: to
-    // [fixed_lanes · in].
-    void (*fixed_arrange)(const int16_t *const *rows, int count, int in, int16_t *to);
-    // The 16 outputs of a column for the rows of a tile with these scales and outliers: to has room
-    // for fixed_lanes(count) rows, GROUP_FLOATS apart.
+    // The 16 outputs of a column for the rows of a tile, [in / 2][fixed_lanes(count)][2], with
+    // these scales and outliers: to has room for fixed_lanes(count) rows, GROUP_FLOATS apart.
     void (*fixed_product)(const Column *column, const int16_t *rows, int count, int pairs,
                           const float *scales, const Outliers *outliers, const Ahead *ahead,
                           float *to);

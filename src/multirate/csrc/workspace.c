@@ -1,7 +1,5 @@
 #include "workspace.h"
 
-#include "attention.h"
-
 #include <time.h>
 
 double seconds_now(void) {
@@ -14,26 +12,34 @@ void mr_spent(const Workspace *work, double *to) {
     memcpy(to, work->spent, sizeof work->spent);
 }
 
-void *grown(void *old, size_t *have, size_t want) {
-    if (*have >= want)
+// The size lies a cache line before the memory.
+#define LINE 64
+
+static void release(void *grown) {
+    if (grown)
+        free((char *)grown - LINE);
+}
+
+void *grown(void *old, size_t want) {
+    if (old && *(size_t *)((char *)old - LINE) >= want)
         return old;
-    free(old);
-    *have = want;
-    void *p = NULL;
-    if (posix_memalign(&p, 64, want))
+    release(old);
+    void *made = NULL;
+    if (posix_memalign(&made, LINE, LINE + want))
         abort();
-    memset(p, 0, want);
-    return p;
+    memset(made, 0, LINE + want);
+    *(size_t *)made = want;
+    return (char *)made + LINE;
 }
 
 float *room_for_normed(ThreadScratch *mine, int width) {
     size_t bytes = (size_t)MAX_ROWS * width * sizeof(float);
-    return mine->normed = grown(mine->normed, &mine->normed_size, bytes);
+    return mine->normed = grown(mine->normed, bytes);
 }
 
 void room_for_adapters(Workspace *work) {
-    work->low = grown(work->low, &work->low_size, MAX_ROWS * MAX_RANK * sizeof(float));
-    work->low_in = grown(work->low_in, &work->low_in_size, MAX_ROWS * MAX_RANK * sizeof(float));
+    work->low = grown(work->low, MAX_ROWS * MAX_RANK * sizeof(float));
+    work->low_in = grown(work->low_in, MAX_ROWS * MAX_RANK * sizeof(float));
 }
 
 void make_room(Workspace *work, const Shape *shape, int adapters) {
@@ -44,14 +50,14 @@ void make_room(Workspace *work, const Shape *shape, int adapters) {
     size_t wide = MAX_ROWS * (size_t)width;
     size_t heads = MAX_ROWS * (size_t)shape->heads * shape->head_dim;
     size_t activation = MAX_ROWS * (size_t)shape->intermediate;
-    work->qkv = grown(work->qkv, &work->qkv_size, wide * sizeof(float));
-    work->heads = grown(work->heads, &work->heads_size, heads * sizeof(float));
-    work->activation = grown(work->activation, &work->activation_size, activation * sizeof(float));
+    work->qkv = grown(work->qkv, wide * sizeof(float));
+    work->heads = grown(work->heads, heads * sizeof(float));
+    work->activation = grown(work->activation, activation * sizeof(float));
     if (adapters)
         room_for_adapters(work);
 }
 
-static void set_threads(Workspace *work, int threads, int fixed) {
+void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
     int most = threads < 1 ? 1 : threads > MAX_THREADS ? MAX_THREADS : threads;
     open_thread_choice(&work->choice, most, fixed);
 }
@@ -62,12 +68,8 @@ Workspace *mr_workspace_open(int threads) {
     if (posix_memalign(&made, 64, sizeof(Workspace)))
         return NULL;
     memset(made, 0, sizeof(Workspace));
-    set_threads(made, threads, 0);
+    mr_workspace_set_threads(made, threads, 0);
     return made;
-}
-
-void mr_workspace_set_threads(Workspace *work, int threads, int fixed) {
-    set_threads(work, threads, fixed);
 }
 
 int mr_workspace_threads(const Workspace *work) {
@@ -87,7 +89,7 @@ int mr_next_threads(const Workspace *work) {
 void mr_workspace_after_fork(Workspace *work) {
     int threads = work->choice.most, fixed = work->choice.fixed;
     memset(work, 0, sizeof *work);
-    set_threads(work, threads, fixed);
+    mr_workspace_set_threads(work, threads, fixed);
 }
 
 void mr_workspace_close(Workspace *work) {
@@ -97,15 +99,20 @@ void mr_workspace_close(Workspace *work) {
                       work->low_in, work->uses,  work->beside,  work->screened, work->highest,
                       work->reach,  work->trees, work->levels,  work->verified};
     for (size_t i = 0; i < sizeof shared / sizeof *shared; i++)
-        free(shared[i]);
+        release(shared[i]);
     for (int id = 0; id < MAX_THREADS; id++) {
         ThreadScratch *mine = &work->own[id];
-        close_attention_scratch(mine->attention);
-        free(mine->normed);
-        free(mine->fixed);
-        free(mine->bytes);
-        free(mine->rest);
-        free(mine->outliers);
+        void *own[] = {mine->normed,
+                       mine->fixed,
+                       mine->bytes,
+                       mine->rest,
+                       mine->outliers,
+                       mine->attention.scores,
+                       mine->attention.weights,
+                       mine->attention.queries,
+                       mine->attention.paths};
+        for (size_t i = 0; i < sizeof own / sizeof *own; i++)
+            release(own[i]);
         mr_workspace_close(work->apart[id]);
     }
     free(work);

@@ -9,19 +9,23 @@
 
 #define MAX_THREADS 64
 
-typedef struct AttentionScratch AttentionScratch;
+// What attention of a tile's queries works in.
+typedef struct {
+    float *scores, *weights; // [TILE_ROWS, capacity]
+    float *queries;          // [TILE_ROWS, MAX_HEAD_DIM]
+    PathCopy *paths;         // [TILE_ROWS]
+} AttentionScratch;
 
 // One thread's own part. Fixed-point products (fixed_point.c) keep their copy of the rows in
 // `fixed`, what lacks its outliers in `rest` on the way; products with quantised weights theirs in
 // `bytes`.
 typedef struct {
     float *normed;
-    AttentionScratch *attention;
+    AttentionScratch attention;
     int16_t *fixed;
     char *bytes;
     float *rest;
     Outliers *outliers;
-    size_t normed_size, fixed_size, bytes_size, rest_size, outliers_size;
     uint32_t call, pieces; // of that call's work that the threads balance (shares.c): so many
 } ThreadScratch;
 
@@ -34,7 +38,7 @@ struct Workspace {
     // Written by every thread at every barrier: on a cache line of their own.
     _Alignas(64) atomic_uint barrier_count;
     atomic_uint barrier_phase;
-    // Of a thread that runs rows of its own (row_parts.c): the layers whose keys and values it has
+    // Of a thread that runs rows of its own (passes.c): the layers whose keys and values it has
     // written, of all its parts.
     _Alignas(64) atomic_int reached;
     _Alignas(64) ThreadChoice choice;
@@ -50,9 +54,6 @@ struct Workspace {
     float *levels;   // … and what their levels work in
     float *verified; // rows of several sequences
     int32_t *uses;
-    size_t qkv_size, low_size, neurons_size, heads_size, activation_size, low_in_size, uses_size;
-    size_t beside_size, screened_size, reach_size, highest_size, trees_size, levels_size;
-    size_t verified_size;
     ThreadScratch own[MAX_THREADS];
     Claims claims[MAX_THREADS];
     struct Workspace *apart[MAX_THREADS]; // those of threads that run rows of their own
@@ -65,8 +66,8 @@ static inline int threads_of(const Workspace *work) {
     return work->choice.threads;
 }
 
-// `old` if it has room for `want` bytes, else zeroed memory in its place.
-void *grown(void *old, size_t *have, size_t want);
+// `old` (from here, or NULL) if it has room for `want` bytes, else zeroed memory in its place.
+void *grown(void *old, size_t want);
 
 // The thread's `normed`, with room for MAX_ROWS rows of `width`.
 float *room_for_normed(ThreadScratch *mine, int width);

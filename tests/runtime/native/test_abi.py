@@ -33,9 +33,9 @@ def test_tensors_without_memory_are_refused() -> None:
 def test_a_pointer_has_the_type_of_its_values() -> None:
     """So that cffi refuses it where the kernel reads others."""
     floats, doubles = (torch.zeros(3, dtype=one) for one in (torch.float32, torch.float64))
-    assert abi.new("Arla", weight=abi.tensor(floats)).weight == abi.tensor(floats)
+    assert abi.new("Scorer", weight=abi.tensor(floats)).weight == abi.tensor(floats)
     with pytest.raises(TypeError):
-        abi.new("Arla", weight=abi.tensor(doubles))
+        abi.new("Scorer", weight=abi.tensor(doubles))
     with pytest.raises(TypeError):
         abi.new("LayerCache", k=abi.tensor(floats))
     assert abi.new("Linear", weight=abi.packed(doubles), scale=abi.packed(floats.half())).weight

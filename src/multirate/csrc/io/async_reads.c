@@ -1,7 +1,7 @@
 // Reads that the computing thread starts itself and later finds finished: Linux asynchronous I/O on
 // a file opened with O_DIRECT. If all cores compute, a reading thread interrupts one of them twice
 // per read, at its start and end; here no thread is woken. All of it runs on the caller's thread.
-#include "reads.h"
+#include "async_reads.h"
 
 #include <errno.h>
 #include <unistd.h>
@@ -104,7 +104,7 @@ void async_begin(Reads *r) {
         Read *one = &r->reads[slot];
         one->state = READ_RUNNING;
         if (!now)
-            now = now_seconds();
+            now = seconds_now();
         if (!one->done)
             one->began = now;
         if (r->rate > 0) {
@@ -153,7 +153,7 @@ static void async_reap(Reads *r) {
             struct io_event event = ring->events[head];
             head = (head + 1) % ring->count;
             atomic_store_explicit(&ring->head, head, memory_order_release);
-            if (r->rate > 0 && now_seconds() < r->reads[event.data].due && event.res > 0) {
+            if (r->rate > 0 && seconds_now() < r->reads[event.data].due && event.res > 0) {
                 r->reads[event.data].result = event.res;
                 a->landed[a->landed_count++] = (int32_t)event.data;
             } else {
@@ -169,7 +169,7 @@ static void async_reap(Reads *r) {
     }
     for (int i = 0; i < a->landed_count;) {
         int slot = a->landed[i];
-        if (now_seconds() < r->reads[slot].due) {
+        if (seconds_now() < r->reads[slot].due) {
             i++;
             continue;
         }
@@ -178,8 +178,6 @@ static void async_reap(Reads *r) {
     }
 }
 
-// Takes note of what has ended, after waiting up to `patience` seconds for something to; begins
-// what may begin.
 void async_wait(Reads *r, double patience) {
     double until = 0, sleepy = 0;
     for (;;) {
@@ -189,7 +187,7 @@ void async_wait(Reads *r, double patience) {
             async_begin(r);
         if (r->ended_count || patience <= 0 || !r->async->flying)
             return;
-        double now = now_seconds();
+        double now = seconds_now();
         if (!until) {
             until = now + patience;
             sleepy = now + WAKING;

@@ -3,6 +3,8 @@
 // no core from computing.
 #include "reads.h"
 
+#include "async_reads.h"
+
 #include <errno.h>
 #include <pthread.h>
 #include <unistd.h>
@@ -10,42 +12,18 @@
 #include <sys/prctl.h>
 #endif
 
-double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(READS_CLOCK, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
+#ifdef __linux__
+#define READS_CLOCK CLOCK_MONOTONIC
+#else
+#define READS_CLOCK CLOCK_REALTIME // what condition variables wait by elsewhere
+#endif
 
 // Until *count is not zero, `patience` seconds at most.
 static void look_for(atomic_int *count, double patience) {
-    double until = now_seconds() + patience;
-    while (!atomic_load_explicit(count, memory_order_relaxed) && now_seconds() < until)
+    double until = seconds_now() + patience;
+    while (!atomic_load_explicit(count, memory_order_relaxed) && seconds_now() < until)
         for (int i = 0; i < 16; i++)
             RELAX();
-}
-
-// The next read: demands in their order, then predictions in theirs. -1: none.
-int take_next(Reads *r) {
-    int best = -1;
-    for (int i = 0; i < r->queue_count; i++) {
-        const Read *one = &r->reads[r->queue[i]],
-                   *other = best < 0 ? NULL : &r->reads[r->queue[best]];
-        if (!other || one->demanded > other->demanded ||
-            (one->demanded == other->demanded && one->order < other->order))
-            best = i;
-    }
-    if (best < 0)
-        return -1;
-    int slot = r->queue[best];
-    r->queue[best] = r->queue[--r->queue_count];
-    r->queued_demands -= r->reads[slot].demanded;
-    return slot;
-}
-
-void enqueue(Reads *r, int slot) {
-    r->reads[slot].state = READ_QUEUED;
-    r->queued_demands += r->reads[slot].demanded;
-    r->queue[r->queue_count++] = slot;
 }
 
 // One chunk, past the mutex. Returns its bytes, or 0 with *status set.
@@ -73,42 +51,23 @@ static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int3
     return want;
 }
 
-// A chunk has been read up to `done`: whether the read is over, which its status then tells.
-int chunk_read(Reads *r, int slot, int32_t status) {
-    Read *one = &r->reads[slot];
-    int over = status || one->done >= r->size;
-    if (!over && one->unwanted) {
-        status = ECANCELED;
-        over = 1;
-    }
-    if (over) {
-        one->status = status;
-        one->ended = now_seconds();
-        one->state = READ_ENDED;
-        r->ended[r->ended_count++] = slot;
-    } else if (!one->demanded && r->queued_demands) {
-        enqueue(r, slot); // gives way; goes on from here later
-    }
-    return over;
-}
-
 // The read of `slot`, just taken from the queue, to its end or until it gives way; with the mutex,
 // which it lets go.
 static void run_read(Reads *r, int slot) {
     Read *one = &r->reads[slot];
     one->state = READ_RUNNING;
     if (!one->done)
-        one->began = now_seconds();
+        one->began = seconds_now();
     while (one->state == READ_RUNNING && !r->closed) {
         int64_t offset = one->offset, done = one->done;
         int32_t status = 0;
-        double began = now_seconds();
+        double began = seconds_now();
         pthread_mutex_unlock(&r->mutex);
         int64_t got = read_chunk(r, slot, offset, done, &status);
         pthread_mutex_lock(&r->mutex);
         if (r->rate > 0 && got) {
             r->free_at = (r->free_at > began ? r->free_at : began) + (double)got / r->rate;
-            double wait = r->free_at - now_seconds();
+            double wait = r->free_at - seconds_now();
             if (wait > 0) {
                 struct timespec t = {(time_t)wait, (long)(1e9 * (wait - (double)(time_t)wait))};
                 pthread_mutex_unlock(&r->mutex);
@@ -212,13 +171,11 @@ Reads *mr_reads_open(int fd, void *base, int slots, int64_t size, int64_t chunk,
     return NULL;
 }
 
-// Begins to read what has been added, as far as that is the caller's to do.
 void reads_begin(Reads *r) {
     if (r->async)
         async_begin(r);
 }
 
-// A read for the queue; reads_begin afterwards.
 void reads_add(Reads *r, int slot, int64_t offset, int64_t order, int demanded) {
     if (!r->async)
         pthread_mutex_lock(&r->mutex);
@@ -279,8 +236,10 @@ int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, i
         return 0;
     pthread_mutex_lock(&r->mutex);
     if (!r->ended_count && patience > 0) {
-        double until = now_seconds() + patience;
-        struct timespec t = {(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
+        struct timespec t;
+        clock_gettime(READS_CLOCK, &t);
+        double until = (double)t.tv_sec + 1e-9 * (double)t.tv_nsec + patience;
+        t = (struct timespec){(time_t)until, (long)(1e9 * (until - (double)(time_t)until))};
         while (!r->ended_count && pthread_cond_timedwait(&r->finished, &r->mutex, &t) != ETIMEDOUT)
             ;
     }

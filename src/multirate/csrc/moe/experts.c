@@ -1,4 +1,5 @@
 // A mixture of experts: the router, the experts as their weights arrive, and the sum.
+#include "../include/experts.h"
 #include "../layers.h"
 
 #define FEW_ROWS                                                                                   \
@@ -110,8 +111,8 @@ static void run_experts(Workspace *work, void *context, int id, int threads) {
 // rows u of `rows` and `places`: parts[places[u]] = expert(normed[rows[u]]).
 void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
                 const float *normed, const int32_t *rows, const int32_t *places, float *parts) {
-    work->activation = grown(work->activation, &work->activation_size,
-                             MAX_ROWS * (size_t)experts[0]->down.inputs * sizeof(float));
+    work->activation =
+        grown(work->activation, MAX_ROWS * (size_t)experts[0]->down.inputs * sizeof(float));
     Portion portions[MAX_ROWS];
     ExpertCall call = {portions, 0, 0, normed, rows, places, parts};
     for (int e = 0; e < count; e++)

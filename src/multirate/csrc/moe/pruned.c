@@ -1,5 +1,6 @@
 // Predicts where the experts will move the residual before they are in memory: by a low-rank
 // update, by a few neurons of each expert, or by most of its important ones (PrunedExperts).
+#include "../include/experts.h"
 #include "../layers.h"
 
 typedef struct {
@@ -49,9 +50,9 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     float *normed = room_for_normed(mine, 2 * d);
     for (int n = 0; n < f->count; n++) {
         float *to = normed + (size_t)n * 2 * d;
-        vectors()->rms_norm(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
+        vectors()->read_row(f->residual + (size_t)n * d, f->ones, d, f->eps, to);
         if (f->state)
-            vectors()->rms_norm(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
+            vectors()->read_row(f->state + (size_t)n * d, f->ones, d, f->eps, to + d);
         else
             memset(to + d, 0, (size_t)d * sizeof(float));
     }
@@ -90,7 +91,7 @@ void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *fa
     size_t d = near->a.inputs / 2;
     room_for_adapters(work);
     size_t bytes = pruned ? MAX_ROWS * (size_t)k * (size_t)pruned->rows * sizeof(float) : 0;
-    work->neurons = grown(work->neurons, &work->neurons_size, bytes);
+    work->neurons = grown(work->neurons, bytes);
     for (int r = 0; r < n; r += MAX_ROWS) {
         size_t at = r * d;
         size_t use = (size_t)r * (size_t)k;
@@ -137,7 +138,7 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
     if (s->site) {
         normed = room_for_normed(mine, d);
         for (int n = 0; n < t->count; n++)
-            vectors()->rms_norm(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
+            vectors()->read_row(t->x + (size_t)n * d, t->ones, d, t->eps, normed + (size_t)n * d);
     }
     for (int n = 0; n < t->count; n++) {
         const float *x = t->x + (size_t)n * d;
@@ -176,8 +177,8 @@ static void run_pruned(Workspace *work, void *context, int id, int threads) {
 void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_t *ids,
                        const float *weights, int k, const float *ones, float eps, float *x, int n,
                        int d) {
-    work->neurons = grown(work->neurons, &work->neurons_size,
-                          MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
+    work->neurons =
+        grown(work->neurons, MAX_ROWS * (size_t)k * (size_t)layer->rows * sizeof(float));
     if (layer->site)
         room_for_adapters(work);
     for (int r = 0; r < n; r += MAX_ROWS) {

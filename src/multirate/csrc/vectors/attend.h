@@ -2,14 +2,7 @@
 // and the weighted sums.
 #ifndef MULTIRATE_ATTEND_H
 #define MULTIRATE_ATTEND_H
-#include "simd.h"
-#if LANES == 8
-#include "tile_avx2.h"
-#elif LANES == 16 || defined(__aarch64__)
-#include "tile_wide.h"
-#else
-#include "tile_plain.h"
-#endif
+#include "tile.h"
 
 static void write_key(bf16 *k, int slot, int dim, const float *value) {
     uint32_t *block = (uint32_t *)k + (size_t)(slot / 16) * dim * 8 + slot % 16;
@@ -43,7 +36,7 @@ static void score_blocks(const Query *query, int count, const bf16 *k, int dim, 
     for (int i = 0; i < count; i++)
         x[i] = query[i].query;
     int s = first;
-#ifdef HAVE_TILE_BLOCKS
+#if WIDE_TILES
     for (; s + 64 <= last; s += 64) {
         f16 acc[TILE_ROWS][4];
         memset(acc, 0, (size_t)count * sizeof *acc);

@@ -3,12 +3,6 @@
 #define MULTIRATE_FIXED_ROWS_H
 #include "simd.h"
 
-// At step k of a pass that was told so by an `Ahead *fetched`: into the second cache, or another.
-#define FETCH_TO(k, cache)                                                                         \
-    __builtin_prefetch(                                                                            \
-        ((k) < fetched->own ? fetched->here : fetched->next) + (k) * fetched->stride, 0, cache);
-#define FETCH(k) FETCH_TO(k, 2)
-
 #define ROW_NORM 32000.0f // ‖x‖ in units of the row's scale; rounding.h keeps ‖w‖ ≤ 65000
 
 // To the nearest, ties to even; v is at most ROW_NORM, or no number where the row's scale is none.
@@ -86,7 +80,6 @@ static void take_outliers(float *row, float unit, int in, Outliers *out) {
     }
 }
 
-// q = row in steps of the returned scale, without its outliers.
 static float quantise_row(const float *row, int in, float *rest, int16_t *q, Outliers *out) {
     out->count = 0;
     for (;;) {

@@ -63,7 +63,6 @@ static int best_of(const float *row, int vocab, int k, int64_t *ids) {
     return found;
 }
 
-// As mr_top has them of one row.
 static void likeliest(const float *row, int vocab, int k, float sharpness, int64_t *ids,
                       float *of) {
     int found = best_of(row, vocab, k, ids);
@@ -83,8 +82,6 @@ static void likeliest(const float *row, int vocab, int k, float sharpness, int64
     }
 }
 
-// y[0 … outputs) of what the copy says: their upper bounds. Returns the largest of the first
-// `vocab`.
 static float raise(float *y, const float *error, const float *norm, int outputs, int vocab,
                    Reach reach) {
     fv highest = all(-INFINITY);

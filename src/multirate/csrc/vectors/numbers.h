@@ -152,8 +152,7 @@ static void consider(Best *best, Place place, fv logits, int begin) {
             *best = (Best){sums[i], begin + i};
 }
 
-// The argmax of row + noise; ties: the lowest id. -1: it is not a finite number, or one of the
-// logits is none. Only where a bound of the noise lets a token win are numbers looked up.
+// Only where a bound of the noise lets a token win are numbers looked up.
 static int64_t noisy_argmax(const float *row, int vocab, const Noise *noise) {
     Place place = place_of(noise);
     Bound bound = bound_of(noise->scale);

@@ -75,8 +75,7 @@ static float round_to_int16(const float *w, int in, int16_t *q) {
     return 1.0f / steps;
 }
 
-// Weights of WEIGHTS_INT12 as bytes and codes, shift + 8 · sign. Returns 0 where one has more than
-// eight significant bits. Without branches: a compiler makes vectors of it.
+// Without branches: a compiler makes vectors of it.
 static int split_in_twelve(const int16_t *q, int in, uint8_t *bytes, uint8_t *codes) {
     uint16_t lost = 0;
     for (int i = 0; i < in; i++) {

@@ -1,4 +1,4 @@
-// RMSNorm, rotary position embedding and sums over rows.
+// RMSNorm, rotary position embedding, sums over rows, and what becomes of a product's sums.
 #ifndef MULTIRATE_ROWS_H
 #define MULTIRATE_ROWS_H
 #include "simd.h"
@@ -24,7 +24,11 @@ static float inverse_rms(const float *x, int d, float eps) {
 }
 
 // Epsilon lies inside the root.
-static void rms_norm(const float *x, const float *weight, int d, float eps, float *out) {
+static void read_row(const float *x, const float *weight, int d, float eps, float *out) {
+    if (!weight) {
+        memmove(out, x, (size_t)d * sizeof *x);
+        return;
+    }
     float scale = inverse_rms(x, d, eps);
     int i = 0;
     for (; i + 16 <= d; i += 16)
@@ -43,15 +47,6 @@ static void add_normed(const float *y, const float *weight, int d, float eps, fl
     }
 }
 
-static void read_row(const float *x, const float *weight, int d, float eps, float *out) {
-    if (weight) {
-        rms_norm(x, weight, d, eps, out);
-        return;
-    }
-    for (int i = 0; i < d; i += 16)
-        store(out + i, load(x + i));
-}
-
 // transformers' Llama convention: the halves of a head are rotated against each other.
 static void rotate(float *x, const float *cos, const float *sin, int d) {
     int i = 0, h = d / 2;
@@ -67,7 +62,6 @@ static void rotate(float *x, const float *cos, const float *sin, int d) {
     }
 }
 
-// Σ a · b, both [d], d a multiple of 16.
 static float dot(const float *a, const float *b, int d) {
     Sum sum = no_sum();
     for (int i = 0; i < d; i += 16)
@@ -76,7 +70,6 @@ static float dot(const float *a, const float *b, int d) {
     return total_of(sum);
 }
 
-// Σ x · w, or, where norm is not NULL, Σ x · norm · w.
 static float dot_bf16(const float *x, const float *norm, const bf16 *w, int d) {
     Sum sum = no_sum();
     for (int i = 0; i < d; i += 16)
@@ -117,5 +110,33 @@ static void exp_below(const float *x, int count, float top, float *to) {
         store_v(to + i, exp_vector(load_v(x + i) - all(top)));
     for (; i < count; i++)
         to[i] = exp_of(x[i] - top);
+}
+
+INLINE fv gate_vector(int mode, fv gate) {
+    return mode == GELU_GATE ? gelu_vector(gate) : silu_vector(gate);
+}
+
+static void gates(int mode, const float *y, int groups, float *to) {
+    for (int g = 0; g < groups; g++, y += GROUP_FLOATS, to += GROUP_FLOATS / 2)
+        for (int i = 0; i < 32; i += LANES)
+            store_v(to + i, gate_vector(mode, load_v(y + i)) * load_v(y + 32 + i));
+}
+
+static void put_sums(float (*sums)[GROUP_FLOATS], int rows, const float *bias, const int *target,
+                     int first, int mode, Output out, int group, int from, int end) {
+    for (int r = 0; r < rows; r++) {
+        size_t row = target ? target[first + r] : first + r;
+        float *sum = sums[r];
+        if (bias)
+            for (int i = from * 16; i < end * 16; i += 16)
+                store(sum + i, load(sum + i) + load(bias + group * GROUP_FLOATS + i));
+        if (is_gate(mode)) {
+            gates(mode, sum, 1, out.activation + row * out.stride + group * GROUP_FLOATS / 2);
+            continue;
+        }
+        float *y = out.y + row * out.stride + group * GROUP_FLOATS;
+        for (int i = from * 16; i < end * 16; i += 16)
+            store(y + i, mode == ADD ? load(y + i) + load(sum + i) : load(sum + i));
+    }
 }
 #endif

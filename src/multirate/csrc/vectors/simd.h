@@ -8,7 +8,6 @@
 // order (Sum), and exp has one formula.
 #ifndef MULTIRATE_SIMD_H
 #define MULTIRATE_SIMD_H
-#include "../bf16.h"
 #include "../vectors.h"
 
 #if defined(__AVX2__)
@@ -23,6 +22,40 @@ typedef uint32_t u16 __attribute__((vector_size(64))); // 16 pairs of bf16
 typedef float f8 __attribute__((vector_size(32)));     // 8 fp32 lanes
 
 #define INLINE static inline __attribute__((always_inline))
+
+// A loop over n = 0 … count − 1 that is written out, as compilers keep an array in registers only
+// where all its indices are constants. count: a constant where the function is inlined.
+#ifdef __clang__
+#define EACH(n, count) _Pragma("clang loop unroll(full)") for (int n = 0; n < (count); n++)
+#else
+#define EACH(n, count) _Pragma("GCC unroll 32") for (int n = 0; n < (count); n++)
+#endif
+
+// Cases of a switch, which call f(n, …): for functions to be inlined.
+#define CASE(n, f, ...)                                                                            \
+    case n:                                                                                        \
+        f(n, __VA_ARGS__);                                                                         \
+        break;
+#define CASES_TO_6(...)                                                                            \
+    CASE(1, __VA_ARGS__)                                                                           \
+    CASE(2, __VA_ARGS__)                                                                           \
+    CASE(3, __VA_ARGS__) CASE(4, __VA_ARGS__) CASE(5, __VA_ARGS__) CASE(6, __VA_ARGS__)
+#define CASES_TO_12(...)                                                                           \
+    CASES_TO_6(__VA_ARGS__)                                                                        \
+    CASE(7, __VA_ARGS__)                                                                           \
+    CASE(8, __VA_ARGS__)                                                                           \
+    CASE(9, __VA_ARGS__) CASE(10, __VA_ARGS__) CASE(11, __VA_ARGS__) CASE(12, __VA_ARGS__)
+
+// Into the core's first cache (near) or its second.
+INLINE void fetch(const void *line, int near) {
+    if (near)
+        __builtin_prefetch(line, 0, 3);
+    else
+        __builtin_prefetch(line, 0, 2);
+}
+INLINE void fetch_line(const Ahead *ahead, long k, int near) {
+    fetch((k < ahead->own ? ahead->here : ahead->next) + k * ahead->stride, near);
+}
 
 INLINE f16 splat(float f) {
     return (f16){f, f, f, f, f, f, f, f, f, f, f, f, f, f, f, f};
@@ -58,6 +91,7 @@ INLINE void store_bf16(bf16 *to, f16 v) {
 #else
 #define LANES 4
 #endif
+#define PARTS (16 / LANES) // registers of 16 lanes
 typedef float fv __attribute__((vector_size(4 * LANES)));
 typedef int32_t iv __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uv __attribute__((vector_size(4 * LANES)));

@@ -1,8 +1,7 @@
 // The inner loops for one instruction set, that of the compiler's flags, under the name that it
 // gives as VECTORS.
 #include "attend.h"
-#include "fixed_product.h"
-#include "gates.h"
+#include "fixed.h"
 #include "logits.h"
 #include "numbers.h"
 #include "rounding.h"
@@ -14,7 +13,6 @@ static void tile_of_floats(const uint32_t *weight, int step, const float *const 
 }
 
 const Vectors VECTORS = {
-    .rms_norm = rms_norm,
     .read_row = read_row,
     .add_normed = add_normed,
     .inverse_rms = inverse_rms,
@@ -31,7 +29,6 @@ const Vectors VECTORS = {
     .fixed_lanes = fixed_lanes,
     .short_weights = SHORT_WEIGHTS,
     .quantise_row = quantise_row,
-    .fixed_arrange = fixed_arrange,
     .fixed_product = fixed_product,
     .put_sums = put_sums,
     .gates = gates,

@@ -12,8 +12,6 @@
 #include "../vectors.h"
 #include "byte_rows.h"
 
-#define MOST_BYTE_LANES 16
-
 // How far ahead weights are fetched, in lines of 64 bytes, for a tile of so many rows. The
 // processor's own prefetching falls behind several rows' products, and on Intel's with registers of
 // 512 bits and on AMD's Zen 5 even behind one row's; on the AMD processors before, it keeps up with

@@ -2,51 +2,34 @@
 
 #include <string.h>
 
-static void halves(const uint8_t *from, uint8_t *q) {
-    for (int i = 0; i < BLOCK / 2; i++) {
-        q[i] = from[i] & 15;
-        q[i + BLOCK / 2] = from[i] >> 4;
+static fp16 half_at(const uint8_t *from) {
+    fp16 half;
+    memcpy(&half, from, sizeof half);
+    return half;
+}
+
+// The scale, and the least weight where there is one; returns what lies behind them.
+static const uint8_t *read_scales(const Format *f, const uint8_t *from, Unit *to) {
+    to->scale = half_at(from);
+    if (has_least(f))
+        to->least = half_at(from + 2);
+    return from + (has_least(f) ? 4 : 2);
+}
+
+static void read_small_block(const Format *f, const uint8_t *from, Unit *to) {
+    from = read_scales(f, from, to);
+    if (f->bits == 8) {
+        for (int i = 0; i < BLOCK; i++)
+            to->q[i] = from[i] ^ 128;
+        return;
     }
-}
-
-static void add_fifth_bits(const uint8_t *high, uint8_t *q) {
-    for (int i = 0; i < BLOCK; i++)
-        q[i] |= (uint8_t)((high[i / 8] >> i % 8 & 1) << 4);
-}
-
-void read_q8_0(const void *row, long block, Unit *to) {
-    const BlockQ8_0 *from = (const BlockQ8_0 *)row + block;
-    for (int i = 0; i < BLOCK; i++)
-        to->q[i] = (uint8_t)(from->q[i] + 128);
-    to->scale = from->d;
-}
-
-void read_q4_0(const void *row, long block, Unit *to) {
-    const BlockQ4_0 *from = (const BlockQ4_0 *)row + block;
-    halves(from->q, to->q);
-    to->scale = from->d;
-}
-
-void read_q4_1(const void *row, long block, Unit *to) {
-    const BlockQ4_1 *from = (const BlockQ4_1 *)row + block;
-    halves(from->q, to->q);
-    to->scale = from->d;
-    to->least = from->m;
-}
-
-void read_q5_0(const void *row, long block, Unit *to) {
-    const BlockQ5_0 *from = (const BlockQ5_0 *)row + block;
-    halves(from->q, to->q);
-    add_fifth_bits(from->high, to->q);
-    to->scale = from->d;
-}
-
-void read_q5_1(const void *row, long block, Unit *to) {
-    const BlockQ5_1 *from = (const BlockQ5_1 *)row + block;
-    halves(from->q, to->q);
-    add_fifth_bits(from->high, to->q);
-    to->scale = from->d;
-    to->least = from->m;
+    const uint8_t *high = from, *low = f->bits == 5 ? from + 4 : from;
+    for (int i = 0; i < BLOCK / 2; i++) {
+        to->q[i] = low[i] & 15;
+        to->q[i + BLOCK / 2] = low[i] >> 4;
+    }
+    for (int i = 0; f->bits == 5 && i < BLOCK; i++)
+        to->q[i] |= (uint8_t)((high[i / 8] >> i % 8 & 1) << 4);
 }
 
 // The six-bit scale and min of block b of eight:
@@ -64,44 +47,40 @@ static void read_six_bits(const uint8_t *scales, int b, Unit *to) {
     }
 }
 
-// Two blocks of 32 share 32 bytes: the first has their lower halves.
-static void halves_of_pair(const uint8_t *q, int b, uint8_t *to) {
-    q += b / 2 * BLOCK;
-    for (int i = 0; i < BLOCK; i++)
-        to[i] = b % 2 ? q[i] >> 4 : q[i] & 15;
-}
-
-void read_q4_k(const void *row, long block, Unit *to) {
-    const BlockQ4_K *from = (const BlockQ4_K *)row + block / 8;
-    int b = (int)(block % 8);
-    halves_of_pair(from->q, b, to->q);
-    to->scale = from->d;
-    to->least = from->dmin;
-    read_six_bits(from->scales, b, to);
-}
-
-void read_q5_k(const void *row, long block, Unit *to) {
-    const BlockQ5_K *from = (const BlockQ5_K *)row + block / 8;
-    int b = (int)(block % 8);
-    halves_of_pair(from->q, b, to->q);
-    for (int i = 0; i < BLOCK; i++)
-        to->q[i] |= (uint8_t)((from->high[i] >> b & 1) << 4);
-    to->scale = from->d;
-    to->least = from->dmin;
-    read_six_bits(from->scales, b, to);
+// Two blocks of 32 share 32 bytes of lower bits: the first has their lower halves.
+static void read_k_block(const Format *f, const uint8_t *from, int b, Unit *to) {
+    const uint8_t *factors = read_scales(f, from, to), *high = factors + 12,
+                  *low = high + (f->bits == 5 ? BLOCK : 0) + b / 2 * BLOCK;
+    for (int i = 0; i < BLOCK; i++) {
+        to->q[i] = b % 2 ? low[i] >> 4 : low[i] & 15;
+        if (f->bits == 5)
+            to->q[i] |= (uint8_t)((high[i] >> b & 1) << 4);
+    }
+    read_six_bits(factors, b, to);
 }
 
 // Four blocks of 32 share 64 bytes of lower bits and 32 of upper ones.
-void read_q6_k(const void *row, long block, Unit *to) {
-    const BlockQ6_K *from = (const BlockQ6_K *)row + block / 8;
-    int b = (int)(block % 8), quarter = b % 4;
-    const uint8_t *low = from->q + b / 4 * 64 + quarter % 2 * BLOCK,
-                  *high = from->high + b / 4 * BLOCK;
+static void read_q6_k_block(const uint8_t *from, int b, Unit *to) {
+    int quarter = b % 4;
+    const uint8_t *low = from + b / 4 * 64 + quarter % 2 * BLOCK,
+                  *high = from + SUPER / 2 + b / 4 * BLOCK;
+    const int8_t *factors = (const int8_t *)from + SUPER / 2 + SUPER / 4;
     for (int i = 0; i < BLOCK; i++) {
         int four = quarter / 2 ? low[i] >> 4 : low[i] & 15;
         to->q[i] = (uint8_t)(four | (high[i] >> 2 * quarter & 3) << 4);
     }
-    to->scale = from->d;
-    to->factor[0] = from->scales[2 * b];
-    to->factor[1] = from->scales[2 * b + 1];
+    to->scale = half_at((const uint8_t *)factors + SUPER / 16);
+    to->factor[0] = factors[2 * b];
+    to->factor[1] = factors[2 * b + 1];
+}
+
+void read_unit(const Format *f, const void *row, long block, Unit *to) {
+    const uint8_t *from = (const uint8_t *)row + block * BLOCK / f->piece * f->bytes;
+    int b = (int)(block % (SUPER / BLOCK));
+    if (!f->factors)
+        read_small_block(f, from, to);
+    else if (has_least(f))
+        read_k_block(f, from, b, to);
+    else
+        read_q6_k_block(from, b, to);
 }

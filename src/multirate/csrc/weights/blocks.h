@@ -6,66 +6,18 @@
 //   scale · (q − zero) + least        q: unsigned, of 4, 5, 6 or 8 bits
 //
 // with either a zero (Q4_0, Q5_0, Q6_K, Q8_0) or a least weight (Q4_1, Q5_1, Q4_K, Q5_K).
+//
+//   Q8_0                     scale, 32 signed bytes
+//   Q4_0, Q4_1, Q5_0, Q5_1   scale, [least,] [4 bytes of fifth bits,] 16 bytes of lower bits: input
+//   i
+//                            in the lower half of byte i, input 16 + i in the upper
+//   Q4_K, Q5_K               scale, least, 12 bytes of six-bit factors, [32 of fifth bits,] 128
+//   Q6_K                     128 bytes of lower bits, 64 of upper ones, 16 signed factors, scale
 #ifndef MULTIRATE_BLOCKS_H
 #define MULTIRATE_BLOCKS_H
-#include <assert.h>
-#include <stdint.h>
+#include "format.h"
 
-typedef uint16_t fp16;
-
-#define BLOCK 32  // inputs that share a scale
-#define SUPER 256 // inputs of a K-quant's block
-
-typedef struct {
-    fp16 d;
-    int8_t q[BLOCK];
-} BlockQ8_0;
-typedef struct {
-    fp16 d;
-    uint8_t q[BLOCK / 2]; // input i in the lower half of byte i, input 16 + i in the upper
-} BlockQ4_0;
-typedef struct {
-    fp16 d, m;
-    uint8_t q[BLOCK / 2];
-} BlockQ4_1;
-typedef struct {
-    fp16 d;
-    uint8_t high[4]; // the fifth bit of input i is bit i
-    uint8_t q[BLOCK / 2];
-} BlockQ5_0;
-typedef struct {
-    fp16 d, m;
-    uint8_t high[4];
-    uint8_t q[BLOCK / 2];
-} BlockQ5_1;
-typedef struct {
-    fp16 d, dmin;
-    uint8_t scales[12]; // eight scales and eight mins of six bits
-    uint8_t q[SUPER / 2];
-} BlockQ4_K;
-typedef struct {
-    fp16 d, dmin;
-    uint8_t scales[12];
-    uint8_t high[SUPER / 8];
-    uint8_t q[SUPER / 2];
-} BlockQ5_K;
-typedef struct {
-    uint8_t q[SUPER / 2];
-    uint8_t high[SUPER / 4];
-    int8_t scales[SUPER / 16];
-    fp16 d;
-} BlockQ6_K;
-
-static_assert(sizeof(BlockQ8_0) == 34, "Q8_0");
-static_assert(sizeof(BlockQ4_0) == 18, "Q4_0");
-static_assert(sizeof(BlockQ4_1) == 20, "Q4_1");
-static_assert(sizeof(BlockQ5_0) == 22, "Q5_0");
-static_assert(sizeof(BlockQ5_1) == 24, "Q5_1");
-static_assert(sizeof(BlockQ4_K) == 144, "Q4_K");
-static_assert(sizeof(BlockQ5_K) == 176, "Q5_K");
-static_assert(sizeof(BlockQ6_K) == 210, "Q6_K");
-
-// 32 inputs of an output. scale: fp16, of all of them or of a K-quant's whole block, in which case
+// 32 inputs of an output. scale: of all of them or of a K-quant's whole block, in which case
 // `factor` (of Q6_K one for each 16 inputs) multiplies it; so with least and least_factor, where
 // the least weight is −least · least_factor.
 typedef struct {
@@ -74,14 +26,6 @@ typedef struct {
     int16_t factor[2], least_factor;
 } Unit;
 
-// Reads the 32 inputs from 32 · block on of a row.
-typedef void (*ReadUnit)(const void *row, long block, Unit *to);
-void read_q8_0(const void *row, long block, Unit *to);
-void read_q4_0(const void *row, long block, Unit *to);
-void read_q4_1(const void *row, long block, Unit *to);
-void read_q5_0(const void *row, long block, Unit *to);
-void read_q5_1(const void *row, long block, Unit *to);
-void read_q4_k(const void *row, long block, Unit *to);
-void read_q5_k(const void *row, long block, Unit *to);
-void read_q6_k(const void *row, long block, Unit *to);
+// The 32 inputs from 32 · block on of a row.
+void read_unit(const Format *f, const void *row, long block, Unit *to);
 #endif

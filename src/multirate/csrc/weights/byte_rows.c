@@ -42,7 +42,8 @@ size_t byte_rows_room(int lanes, int inputs, unsigned kinds) {
     int for_block = 1; // the scale
     for (int kind = 0; kind < START_KINDS; kind++)
         for_block += kinds >> kind & 1 ? start_words(kind) : 0;
-    return sizeof(int32_t) * (words_of(lanes, inputs) + (size_t)inputs / BLOCK * for_block * lanes);
+    return sizeof(int32_t) *
+           (words_of(lanes, inputs) + SPILLED_WORDS + (size_t)inputs / BLOCK * for_block * lanes);
 }
 
 typedef int32_t Four __attribute__((vector_size(16)));
@@ -68,20 +69,20 @@ static inline void transpose_four(const int32_t *const *from, long k, int32_t *t
         memcpy(to + j * lanes, &out[j], sizeof out[j]);
 }
 
-// Rows [lanes][words] to [words][lanes].
-static void arrange(const int8_t *q, int lanes, int inputs, int32_t *to) {
-    int n = 0;
-    long words = inputs / 4;
-    for (; n + 4 <= lanes; n += 4) {
+// The last four lanes first: where there are fewer, what is written behind a word's lanes is the
+// next one's beginning, which is written later.
+void interleave(const int32_t *const *rows, int count, int lanes, long words, int32_t *to) {
+    for (int n = (lanes - 1) / 4 * 4; n >= 0; n -= 4) {
         const int32_t *from[4];
         for (int j = 0; j < 4; j++)
-            from[j] = (const int32_t *)(q + (size_t)(n + j) * inputs);
-        for (long k = 0; k < words; k += 4)
+            from[j] = rows[n + j < count ? n + j : count - 1];
+        long k = 0;
+        for (; k + 4 <= words; k += 4)
             transpose_four(from, k, to + k * lanes + n, lanes);
+        for (; k < words; k++)
+            for (int j = 0; j < 4 && n + j < lanes; j++)
+                to[k * lanes + n + j] = from[j][k];
     }
-    for (; n < lanes; n++)
-        for (long k = 0; k < words; k++)
-            memcpy(to + k * lanes + n, q + (size_t)n * inputs + 4 * k, sizeof *to);
 }
 
 static int sum_of_sixteen(const int8_t *q) {
@@ -122,7 +123,10 @@ void lay_out_byte_rows(const int8_t *q, const float *scales, int lanes, int inpu
     int32_t *next = room;
     to->lanes = lanes;
     to->words = next;
-    arrange(q, lanes, inputs, next);
+    const int32_t *rows[MOST_BYTE_LANES];
+    for (int n = 0; n < lanes; n++)
+        rows[n] = (const int32_t *)(q + (size_t)n * inputs);
+    interleave(rows, lanes, lanes, inputs / 4, next);
     next += words_of(lanes, inputs);
     float *arranged = (float *)next;
     to->scales = arranged;

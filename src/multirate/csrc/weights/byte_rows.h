@@ -4,6 +4,8 @@
 #define MULTIRATE_BYTE_ROWS_H
 #include "format.h"
 
+#define MOST_BYTE_LANES 16
+
 // The rows of one tile, input by input. What a format adds for its zero or least weights is there
 // only if the linear layer has such a format.
 typedef struct {
@@ -18,6 +20,11 @@ typedef struct {
 // or NaN its scale is NaN. (Architectures have faster ones with the same result.)
 typedef void (*QuantiseInputs)(const float *x, int inputs, int8_t *q, float *scales);
 void quantise_inputs(const float *x, int inputs, int8_t *q, float *scales);
+
+// Rows [count][words] to [words][lanes], where lanes beyond the last row repeat it. Writes up to
+// SPILLED_WORDS behind them.
+#define SPILLED_WORDS 3
+void interleave(const int32_t *const *rows, int count, int lanes, long words, int32_t *to);
 
 // Room for a tile's words and what lies beside them, and that from rows q [lanes][inputs] and
 // scales [lanes][blocks]; kinds: a bit for each START_… that is needed.

@@ -8,30 +8,14 @@ int mr_format_piece(int format) {
     return formats[format].piece;
 }
 
-#define QUANTISED(NAME, BITS, START, ZERO, FACTORS, READ)                                          \
-    {#NAME,                                                                                        \
-     ROWS_BYTES,                                                                                   \
-     FACTORS ? SUPER : BLOCK,                                                                      \
-     BITS,                                                                                         \
-     START,                                                                                        \
-     ZERO,                                                                                         \
-     FACTORS,                                                                                      \
-     READ,                                                                                         \
-     FACTORS ? SUPER : BLOCK,                                                                      \
-     sizeof(Block##NAME)}
+#define QUANTISED(NAME, BITS, START, ZERO, FACTORS, BYTES)                                         \
+    [WEIGHTS_##NAME] = {ROWS_BYTES, FACTORS ? SUPER : BLOCK, BITS, START, ZERO, FACTORS, BYTES},
 
 const Format formats[WEIGHT_FORMATS] = {
-    [WEIGHTS_BF16] = {"BF16", ROWS_FLOAT, 2, 16},
-    [WEIGHTS_INT16] = {"INT16", ROWS_FIXED, 2, 16},
-    [WEIGHTS_INT12] = {"INT12", ROWS_FIXED, 8, 12},
-    [WEIGHTS_Q8_0] = QUANTISED(Q8_0, 8, START_128, 128, 0, read_q8_0),
-    [WEIGHTS_Q4_0] = QUANTISED(Q4_0, 4, START_8, 8, 0, read_q4_0),
-    [WEIGHTS_Q4_1] = QUANTISED(Q4_1, 4, SCALED_SUM, 0, 0, read_q4_1),
-    [WEIGHTS_Q5_0] = QUANTISED(Q5_0, 5, START_16, 16, 0, read_q5_0),
-    [WEIGHTS_Q5_1] = QUANTISED(Q5_1, 5, SCALED_SUM, 0, 0, read_q5_1),
-    [WEIGHTS_Q4_K] = QUANTISED(Q4_K, 4, SCALED_SUM, 0, 1, read_q4_k),
-    [WEIGHTS_Q5_K] = QUANTISED(Q5_K, 5, SCALED_SUM, 0, 1, read_q5_k),
-    [WEIGHTS_Q6_K] = QUANTISED(Q6_K, 6, START_HALVES, 32, 1, read_q6_k),
+    [WEIGHTS_BF16] = {.rows = ROWS_FLOAT, .piece = 2, .bits = 16},
+    [WEIGHTS_INT16] = {.rows = ROWS_FIXED, .piece = 2, .bits = 16},
+    [WEIGHTS_INT12] = {.rows = ROWS_FIXED, .piece = 8, .bits = 12},
+    QUANTISED_FORMATS(QUANTISED) // a row each
 };
 
 float from_fp16(fp16 half) {
@@ -105,11 +89,25 @@ Units units_of(const Format *f, const uint8_t *scales, long b, int output) {
     return (Units){{scale * factors[output], scale * factors[COLUMN + output]}, least};
 }
 
-void decode_output(const Column *column, int output, int inputs, float *to) {
-    const Format *f = format_of(column->format);
-    const uint8_t *lines = column->weight;
-    for (long b = 0; b < inputs / BLOCK; b++, lines += column_bytes(f, BLOCK), to += BLOCK) {
-        Units units = units_of(f, column->scale, b, output);
+int64_t mr_column_bytes(int format, int inputs) {
+    return (int64_t)column_bytes(format_of(format), inputs);
+}
+
+int64_t mr_scale_bytes(int format, int inputs) {
+    const Format *f = format_of(format);
+    if (is_quantised(f))
+        return (int64_t)scale_bytes(f, inputs);
+    return f->rows == ROWS_FIXED ? COLUMN * (int64_t)sizeof(float) : 0;
+}
+
+void mr_decode_output(const Linear *linear, int output, float *to) {
+    Column column = column_of(linear, output / COLUMN);
+    const Format *f = format_of(column.format);
+    const uint8_t *lines = column.weight;
+    output %= COLUMN;
+    for (long b = 0; b < linear->inputs / BLOCK;
+         b++, lines += column_bytes(f, BLOCK), to += BLOCK) {
+        Units units = units_of(f, column.scale, b, output);
         for (int i = 0; i < BLOCK; i++) {
             int q = byte_of_line(f, lines, i / 4, 4 * output + i % 4) - f->zero;
             float w = units.unit[i / 16] * (float)q;
@@ -118,25 +116,9 @@ void decode_output(const Column *column, int output, int inputs, float *to) {
     }
 }
 
-int64_t mr_column_bytes(int format, int inputs) {
-    return (int64_t)column_bytes(format_of(format), inputs);
-}
-
-int64_t mr_scale_bytes(int format, int inputs) {
-    const Format *f = format_of(format);
-    if (f->read)
-        return (int64_t)scale_bytes(f, inputs);
-    return f->rows == ROWS_FIXED ? COLUMN * (int64_t)sizeof(float) : 0;
-}
-
-void mr_decode_output(const Linear *linear, int output, float *to) {
-    Column column = column_of(linear, output / COLUMN);
-    decode_output(&column, output % COLUMN, linear->inputs, to);
-}
-
 int64_t mr_row_bytes(int format, int inputs) {
     const Format *f = format_of(format);
-    return (int64_t)inputs / f->inputs * f->bytes;
+    return (int64_t)inputs / f->piece * f->bytes;
 }
 
 void mr_column(const Linear *linear, int column, Column *to) {

@@ -22,9 +22,12 @@
 #define MULTIRATE_FORMAT_H
 #include <stddef.h>
 
-#include "../abi.h"
-#include "blocks.h"
+#include "../include/model.h"
 
+typedef uint16_t fp16;
+
+#define BLOCK 32  // inputs that share a scale
+#define SUPER 256 // inputs of a K-quant's block
 #define COLUMN 16
 #define LINE_BYTES 64
 
@@ -35,15 +38,25 @@ enum { ROWS_FLOAT, ROWS_FIXED, ROWS_BYTES, ROW_KINDS };
 // as one for each 16 inputs; formats with a least weight add least · Σ x instead.
 enum { START_8, START_16, START_128, START_HALVES, SCALED_SUM, START_KINDS };
 
+// The quantised formats: bits of a weight, how its zero enters, the zero, whether K-quant factors
+// multiply the scales, and the bytes of a block in a GGUF file.
+#define QUANTISED_FORMATS(F)                                                                       \
+    F(Q8_0, 8, START_128, 128, 0, 34)                                                              \
+    F(Q4_0, 4, START_8, 8, 0, 18)                                                                  \
+    F(Q4_1, 4, SCALED_SUM, 0, 0, 20)                                                               \
+    F(Q5_0, 5, START_16, 16, 0, 22)                                                                \
+    F(Q5_1, 5, SCALED_SUM, 0, 0, 24)                                                               \
+    F(Q4_K, 4, SCALED_SUM, 0, 1, 144)                                                              \
+    F(Q5_K, 5, SCALED_SUM, 0, 1, 176)                                                              \
+    F(Q6_K, 6, START_HALVES, 32, 1, 210)
+
 typedef struct {
-    const char *name;
     int rows;          // ROWS_…
     int piece;         // a layer's inputs are a multiple of this
     int bits;          // of a weight, without its scales
     int start;         // START_…, of quantised weights
     int zero, factors; // whether K-quant factors multiply the scales
-    ReadUnit read;     // of quantised weights, else NULL
-    int inputs, bytes; // of a block in a GGUF file
+    int bytes;         // of a block of `piece` inputs in a GGUF file
 } Format;
 
 extern const Format formats[WEIGHT_FORMATS];
@@ -51,8 +64,8 @@ extern const Format formats[WEIGHT_FORMATS];
 static inline const Format *format_of(int format) {
     return &formats[format];
 }
-static inline int is_quantised(int format) {
-    return formats[format].read != NULL;
+static inline int is_quantised(const Format *f) {
+    return f->rows == ROWS_BYTES;
 }
 static inline int has_least(const Format *f) {
     return f->start == SCALED_SUM;
@@ -73,7 +86,7 @@ static inline Column column_of(const Linear *linear, int column) {
     if (linear->columns)
         return linear->columns[column];
     const Format *f = format_of(linear->format);
-    size_t scales = f->read ? scale_bytes(f, linear->inputs) : COLUMN * sizeof(float),
+    size_t scales = is_quantised(f) ? scale_bytes(f, linear->inputs) : COLUMN * sizeof(float),
            bytes = column_bytes(f, linear->inputs), at = column * bytes;
     if (f->rows == ROWS_FLOAT) // the lines of a group's four columns take turns
         at = column / 4 * 4 * bytes + column % 4 * LINE_BYTES;
@@ -83,9 +96,6 @@ static inline Column column_of(const Linear *linear, int column) {
         linear->format,
     };
 }
-
-// pack.c: an output of a layer as it is in the model; zeros behind the last one: to [inputs].
-void read_unpacked(const Unpacked *from, int output, float *to);
 
 // fp16 and fp32, rounded to nearest even.
 float from_fp16(fp16 half);
@@ -100,7 +110,4 @@ typedef struct {
     float unit[2], least;
 } Units;
 Units units_of(const Format *f, const uint8_t *scales, long b, int output);
-
-// The weights of one output of a column of quantised weights: to [inputs].
-void decode_output(const Column *column, int output, int inputs, float *to);
 #endif

@@ -1,6 +1,6 @@
 // Lays out rows of a GGUF tensor for the products (format.h draws the columns), on all threads.
 #include "../threads.h"
-#include "format.h"
+#include "blocks.h"
 #include "quantise.h"
 
 typedef struct {
@@ -33,10 +33,6 @@ static int is_finite(fp16 half) {
     return (half & 0x7c00) != 0x7c00;
 }
 
-static void put_half(fp16 half, uint8_t *to) {
-    memcpy(to, &half, sizeof half);
-}
-
 // A unit's scales. Returns whether they are finite.
 static int put_scales(const Format *f, const Unit *unit, long b, int output, uint8_t *scales) {
     uint8_t *at = scales + scale_bytes(f, f->factors ? b / 8 * SUPER : b * BLOCK);
@@ -67,7 +63,7 @@ static int pack_column(const Packing *p, int c) {
             continue; // no output: weights of zero, as the scale is
         for (long b = 0; b < p->inputs / BLOCK; b++) {
             Unit unit;
-            f->read(p->rows[row], b, &unit);
+            read_unit(f, p->rows[row], b, &unit);
             squeeze(unit.q, f->bits, o, to + b * lines);
             if (!put_scales(f, &unit, b, o, scales) && bad < 0)
                 bad = row;
@@ -105,7 +101,7 @@ static void quantise_rows(Workspace *work, void *context, int id, int threads) {
     const Quantising *q = context;
     const Unpacked *from = q->from;
     const Format *f = format_of(q->format);
-    size_t row_bytes = (size_t)from->inputs / f->inputs * f->bytes;
+    size_t row_bytes = (size_t)from->inputs / f->piece * f->bytes;
     float *row = malloc((size_t)from->inputs * sizeof *row);
     if (!row)
         abort();

@@ -1,6 +1,6 @@
 """Other texts that drafts are copied from, beside the one that is being written: the datastore of
 REST [He et al. 2023, arXiv 2311.08252], the static automaton of SAM-Decoding's texts. In the
-kernel: csrc/given.c.
+kernel: csrc/lookup.c.
 """
 
 from __future__ import annotations

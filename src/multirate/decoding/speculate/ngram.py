@@ -1,5 +1,5 @@
 """N-gram lookup: what followed the end of a text when it occurred before [prompt lookup, Saxena
-2023]. The kernel has its own version in csrc/ngram.c.
+2023]. The kernel has its own version in csrc/lookup.c.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class DraftTree:
         trusted: bool = False,
     ) -> int:
         """How many of the `proposed` tokens below the last node of this chain make a better draft
-        than continuing with the draft branch. As csrc/ngram.c, worth_continuing.
+        than continuing with the draft branch. As csrc/lookup.c, worth_continuing.
 
         own: the probability of the draft branch's best token. agrees: whether this is the
         continuation's first. trusted: whether it is accepted unverified. Better means that the sum

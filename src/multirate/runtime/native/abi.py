@@ -1,4 +1,4 @@
-"""The kernel's structures and prototypes as cffi reads them from csrc/abi.h, the only place that
+"""The kernel's structures and prototypes as cffi reads them from csrc/include/, the only place that
 defines them.
 
 Memory of a structure belongs to the object that `new` or `array` returns; the caller must keep
@@ -25,9 +25,13 @@ CData = Any
 """A C value: a structure, an array or a pointer. cffi has no types that a checker could use."""
 
 
+HEADERS = [SOURCE_FOLDER / "include" / f"{name}.h" for name in ("model", "speculate", "experts")]
+"""The kernel's contract, in the order in which they are read."""
+
+
 def declarations() -> str:
-    """abi.h without the lines that are for the compiler; constants stay."""
-    lines = (SOURCE_FOLDER / "abi.h").read_text(encoding="utf-8").splitlines()
+    """The headers without the lines that are for the compiler; constants stay."""
+    lines = [line for header in HEADERS for line in header.read_text("utf-8").splitlines()]
     return "\n".join(line for line in lines if not line.startswith("#") or _is_constant(line))
 
 
@@ -37,7 +41,7 @@ def _is_constant(line: str) -> bool:
 
 
 def constant(name: str) -> int:
-    """The number that abi.h defines `name` as."""
+    """The number that the headers define `name` as."""
     lines = (line.split() for line in declarations().splitlines() if line.startswith("#"))
     return next(int(words[2]) for words in lines if words[1] == name)
 
@@ -144,7 +148,7 @@ def _kinds(kind: str) -> dict[str, str]:
 
 
 def new(kind: str, /, **fields: Any) -> CData:
-    """A zeroed structure of csrc/abi.h with these fields: numbers, structures (copied), and for
+    """A zeroed structure of csrc/include/ with these fields: numbers, structures (copied), and for
     pointers structures, arrays, addresses or None.
     """
     made = ffi.new(f"{kind} *")

@@ -12,7 +12,7 @@ COLUMN = 16  # outputs that are packed together
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """One format. name: as in csrc/abi.h; number: its WEIGHTS_… constant."""
+    """One format. name: as in csrc/include/model.h; number: its WEIGHTS_… constant."""
 
     name: str
     number: int

@@ -1,5 +1,5 @@
 """A sequence's text where the kernel looks it up: its tokens, their suffix automaton and the other
-texts beside it (csrc/ngram.c, automaton.c, given.c).
+texts beside it (csrc/lookup.c, automaton.c).
 """
 
 from __future__ import annotations

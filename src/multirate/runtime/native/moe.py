@@ -299,8 +299,8 @@ class NativeMoEDecoder(NativeDecoder):
 
 
 class KernelMixture:
-    """A decoder's layers and routers, and the experts of each slot, as abi.h has them. Outlived by
-    the decoder.
+    """A decoder's layers and routers, and the experts of each slot, as experts.h has them. Outlived
+    by the decoder.
     """
 
     def __init__(self, decoder: NativeMoEDecoder, experts: abi.CData) -> None:

@@ -19,7 +19,7 @@ on how it grew.
 
 Kind = str | None
 Tables = Mapping[Kind, Mapping[str, Tensor]]
-"""By kind of layer, and by field of abi.h's Positions: fp32 [n, …] of n positions."""
+"""By kind of layer, and by field of model.h's Positions: fp32 [n, …] of n positions."""
 
 
 class PositionTables:

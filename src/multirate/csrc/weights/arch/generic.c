@@ -57,15 +57,5 @@ static void product(const Column *column, const ByteRows *x, long blocks, const 
     }
 }
 
-const Bytes generic_bytes = {
-    MOST_BYTE_LANES,
-    quantise_inputs,
-    {[WEIGHTS_Q8_0] = product,
-     [WEIGHTS_Q4_0] = product,
-     [WEIGHTS_Q4_1] = product,
-     [WEIGHTS_Q5_0] = product,
-     [WEIGHTS_Q5_1] = product,
-     [WEIGHTS_Q4_K] = product,
-     [WEIGHTS_Q5_K] = product,
-     [WEIGHTS_Q6_K] = product},
-};
+#define ENTRY(NAME, ...) [WEIGHTS_##NAME] = product,
+const Bytes generic_bytes = {MOST_BYTE_LANES, quantise_inputs, {QUANTISED_FORMATS(ENTRY)}};

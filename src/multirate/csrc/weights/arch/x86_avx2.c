@@ -1,24 +1,46 @@
-// Quantised weights on AVX2. vpmaddubsw adds two products of unsigned and signed bytes in 16 bits,
-// where four of 6 bits fit and two of 8 bits do not: those are split into their sizes and signs.
-#include "../arch.h"
+// Quantised weights with registers of 256 bits, with VNNI (x86_avx_vnni.c) and without.
+#include "passes.h"
 
-#define IN_32_BITS(pairs) _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))
-#define ADD_PAIR(n)                                                                                \
-    a##n = _mm256_add_epi32(                                                                       \
-        a##n, IN_32_BITS(_mm256_add_epi16(_mm256_maddubs_epi16(w, WORD(x[n])),                     \
-                                          _mm256_maddubs_epi16(v, WORD(x[n + lanes])))));
-#define SIGNED_LINE(w) _mm256_xor_si256(w, _mm256_set1_epi8(-128))
-#define DOT_8(w, word)                                                                             \
-    IN_32_BITS(_mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(word, w)))
-#include "avx2_passes.h"
-#undef PAIR_8
-// without the zero of 128, which would not fit
-#define PAIR_8(j) __m256i w = SIGNED_LINE(LINE(2 * (j))), v = SIGNED_LINE(LINE(2 * (j) + 1));
-#define ADD_PAIR_8(n)                                                                              \
-    a##n = _mm256_add_epi32(a##n,                                                                  \
-                            _mm256_add_epi32(DOT_8(w, WORD(x[n])), DOT_8(v, WORD(x[n + lanes]))));
-#define BLOCK_SIGNED(ROWS, BITS) BLOCK_WITH(ROWS, BITS, SCALE, ZERO, ADD_SUM)
-FORMAT(q8_0, 8, 8, SIGNED, START_128)
-FORMATS
+// Eight of a block's inputs: the largest size, as an integer.
+static inline __m256i size_of(__m256 v) {
+    return _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fffffff));
+}
 
-const Bytes avx2_bytes = {LANES_256, quantise, PRODUCTS};
+static inline float largest_of(__m256i a) {
+    __m128i m = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+    m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+    return _mm_cvtss_f32(_mm_castsi128_ps(m));
+}
+
+static void quantise(const float *x, int inputs, int8_t *q, float *scales) {
+    for (int b = 0; b < inputs / BLOCK; b++, x += BLOCK, q += BLOCK) {
+        __m256 v[4];
+        for (int i = 0; i < 4; i++)
+            v[i] = _mm256_loadu_ps(x + 8 * i);
+        float largest =
+            largest_of(_mm256_max_epi32(_mm256_max_epi32(size_of(v[0]), size_of(v[1])),
+                                        _mm256_max_epi32(size_of(v[2]), size_of(v[3]))));
+        int usable = largest > 1e-30f && largest < 1e30f;
+        scales[b] = usable ? largest / 127.0f : largest * 0.0f;
+        if (!usable) {
+            _mm256_storeu_si256((__m256i *)q, _mm256_setzero_si256());
+            continue;
+        }
+        __m256 by = _mm256_set1_ps(127.0f / largest);
+        __m256i whole[4];
+        for (int i = 0; i < 4; i++)
+            whole[i] = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], by));
+        // packing takes from both halves of its registers by turns
+        __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(whole[0], whole[1]),
+                                           _mm256_packs_epi32(whole[2], whole[3]));
+        const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+        _mm256_storeu_si256((__m256i *)q, _mm256_permutevar8x32_epi32(bytes, order));
+    }
+}
+
+#ifdef __AVXVNNI__
+const Bytes avx_vnni_bytes = {MOST_ROWS, quantise, PRODUCTS};
+#else
+const Bytes avx2_bytes = {MOST_ROWS, quantise, PRODUCTS};
+#endif

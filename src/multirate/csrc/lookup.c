@@ -1,9 +1,8 @@
-// What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], and
-// whether a draft continues with it. TextIndex and DraftTree are the same in Python; tests compare
-// the two.
-#include "ngram.h"
+// What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], or in
+// other texts [REST, He et al. 2023], and whether a draft continues with it. TextIndex, GivenTexts
+// (decoding/speculate/given_texts.py) and DraftTree are the same in Python; tests compare the two.
+#include "lookup.h"
 #include "automaton.h"
-#include "given.h"
 
 // What followed place `at` of a text of `count` tokens, going round at its end.
 static void copy_following(const int32_t *text, int count, int at, int most, int64_t *to) {
@@ -29,6 +28,55 @@ int mr_ngram(const int32_t *text, int known, int count, int longest, int most, i
     if (matched)
         copy_following(text, count, at + 1, most, to);
     return matched;
+}
+
+// The texts' tokens from `place` on against these: negative where they come before; at the end of
+// the texts, fewer tokens come first.
+static int compared(const GivenTexts *texts, int place, const int32_t *tokens, int count) {
+    for (int i = 0; i < count; i++) {
+        if (place + i >= texts->count)
+            return -1;
+        int32_t here = texts->tokens[place + i];
+        if (here != tokens[i])
+            return here < tokens[i] ? -1 : 1;
+    }
+    return 0;
+}
+
+// The first place in order [low, count) that does not come before these tokens; after: that comes
+// after them.
+static int bound(const GivenTexts *texts, int low, const int32_t *tokens, int count, int after) {
+    int high = texts->count;
+    while (low < high) {
+        int middle = low + (high - low) / 2;
+        if (compared(texts, texts->order[middle], tokens, count) < after)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+// The longest end of the `count` tokens up to `end` (exclusive) that occurs in the texts, of
+// GIVEN_LEAST to GIVEN_LONGEST tokens: returns its length, and in *place where its continuation
+// begins. 0: there is none.
+static int given_match(const GivenTexts *texts, const int32_t *end, int count, int *place) {
+    int matched = 0;
+    for (int length = 1; length <= count && length <= GIVEN_LONGEST; length++) {
+        int first = bound(texts, 0, end - length, length, 0),
+            last = bound(texts, first, end - length, length, 1);
+        if (first == last)
+            break;
+        matched = length;
+        *place = texts->order[(first + last) / 2] + length;
+    }
+    return matched < GIVEN_LEAST ? 0 : matched;
+}
+
+// What the texts have from a place on, going round at their end.
+static void copy_given(const GivenTexts *texts, int place, int most, int64_t *to) {
+    for (int j = 0; j < most; j++)
+        to[j] = texts->tokens[(place + j) % texts->count];
 }
 
 // As mr_look_up, in the text alone.

@@ -1,7 +1,7 @@
-// Drafts that continue an n-gram of the text (ngram.c).
-#ifndef MULTIRATE_NGRAM_H
-#define MULTIRATE_NGRAM_H
-#include "abi.h"
+// Drafts that continue what the text, or another one, had before (lookup.c).
+#ifndef MULTIRATE_LOOKUP_H
+#define MULTIRATE_LOOKUP_H
+#include "include/speculate.h"
 
 // Nodes of a draft at most, trusted ones included.
 static inline int node_capacity(const DraftLimits *limits) {

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multirate.decoding.speculate.acceptance_statistics import Calibration, DecayedRate
-from multirate.decoding.speculate.budget import DraftLengthController, StepCosts, expected_tokens
+from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.costs import VERIFY_ROWS, CostModel, measure_costs
+from multirate.decoding.speculate.step_costs import StepCosts, expected_tokens
 
 from .helpers import tiny
 
@@ -66,24 +67,24 @@ def test_a_node_is_worth_its_chance() -> None:
     none is where a level costs what a token does.
     """
     now = 0.0
-    controller = DraftLengthController(CHEAP, 8)
-    controller.clock = lambda: now
-    before = controller.thresholds()[0].copy()
+    policy = BudgetPolicy(CHEAP, 8)
+    policy.clock = lambda: now
+    before = policy.thresholds()[0].copy()
     assert before[0] < 0.5 and (np.diff(before) >= 0).all()
 
     def after(steps: int, tokens: int, slower: float) -> np.ndarray:
         nonlocal now
         for _ in range(steps):
             now += slower * CHEAP.step_seconds(1)
-            controller.emitted(tokens, levels=1, nodes=1)
-            found, keep = controller.thresholds()
+            policy.emitted(tokens, levels=1, nodes=1)
+            found, keep = policy.thresholds()
             assert (keep <= found).all()
         return found.copy()
 
     few = after(200, 1, 1.0)
     assert (few < before).all()
     assert (after(200, 4, 1.0) > 2 * few).all()
-    assert (DraftLengthController(DEAR, 8).thresholds()[0] >= 0.9).all()
+    assert (BudgetPolicy(DEAR, 8).thresholds()[0] >= 0.9).all()
 
 
 def test_the_confidence_rule_beats_every_fixed_length() -> None:
@@ -94,8 +95,8 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
     costs = StepCosts(1.0, {1: 0.8, 16: 1.2}, 0.15, 0.15)
     texts = [rng.choice([0.35, 0.97], 12) for _ in range(1500)]
     now = 0.0
-    controller, calibrated = DraftLengthController(costs, 10), Calibration()
-    controller.clock = lambda: now
+    policy, calibrated = BudgetPolicy(costs, 10), Calibration()
+    policy.clock = lambda: now
 
     def accepted_of(chances: np.ndarray) -> int:
         return int(np.cumprod(rng.random(len(chances)) < chances).sum())
@@ -103,7 +104,7 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
     tokens = seconds = 0.0
     for chances in texts:
         path, length = 1.0, 0
-        worth, _ = controller.thresholds()
+        worth, _ = policy.thresholds()
         while length < 10:
             path *= calibrated(float(chances[length]))
             if length and path < worth[length]:
@@ -111,7 +112,7 @@ def test_the_confidence_rule_beats_every_fixed_length() -> None:
             length += 1
         accepted = accepted_of(chances[:length])
         calibrated.observe(chances[:length].tolist(), accepted)
-        controller.emitted(accepted + 1)
+        policy.emitted(accepted + 1)
         now += costs.step_seconds(length)
         tokens += accepted + 1
         seconds += costs.step_seconds(length)

@@ -13,8 +13,9 @@ from lab.bench import tiny_model
 from transformers import TextStreamer
 
 import multirate
-from multirate.decoding.speculate.budget import DraftLengthController, StepCosts
+from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.costs import CostModel, measure_costs
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.errors import Notice
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.spec import find_training
@@ -153,8 +154,8 @@ def test_what_is_measured_on_a_relative_counts_and_the_card_does_not(
     # what is decided depends on no clock: this machine may be busy with other things
     costs = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
     monkeypatch.setattr("multirate.decoding.speculate.drafter.measure_costs", lambda *_: costs)
-    untimed = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr("multirate.methods._shared.draft_choice.DraftLengthController", untimed)
+    untimed = functools.partial(BudgetPolicy, timed=False)
+    monkeypatch.setattr("multirate.methods._shared.draft_choice.BudgetPolicy", untimed)
     other = tiny_model.model(seed=7)
     engine = multirate.attach(other, tmp_path, backend="hf", tokenizer=tiny_model.tokenizer())
     with pytest.warns(Notice, match=r"other weights.* it gives 1\.[01]\d tokens per step"):

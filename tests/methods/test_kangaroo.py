@@ -16,10 +16,10 @@ from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.session import Session
 from multirate.decoding.speculate import budget as draft_length
-from multirate.decoding.speculate.budget import StepCosts
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.methods._shared.draft_runner import PackedRunner

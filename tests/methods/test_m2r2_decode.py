@@ -21,10 +21,11 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
 from multirate.decoding.prefix_cache import PrefixCache
-from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
+from multirate.decoding.speculate.budget import BudgetPolicy, Plan
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.given_texts import GivenTexts
 from multirate.decoding.speculate.step import SpeculativeStep
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods._shared import draft_choice
@@ -382,8 +383,8 @@ COSTS = CostModel(StepCosts(1.0, {1: 1.0, 16: 2.0}, 0.1, 0.05))
 @pytest.fixture
 def untimed(monkeypatch):
     """Every step takes as long as COSTS say, on any machine."""
-    controller = functools.partial(DraftLengthController, timed=False)
-    monkeypatch.setattr(draft_choice, "DraftLengthController", controller)
+    policy = functools.partial(BudgetPolicy, timed=False)
+    monkeypatch.setattr(draft_choice, "BudgetPolicy", policy)
 
 
 def adaptive(decoder, stream, **settings):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from multirate.decoding.results import DecodeStats
-from multirate.decoding.speculate.budget import StepCosts
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.errors import UserError
 from multirate.io import check_folder
 from multirate.lab.bench.predicted import seconds_of

@@ -12,7 +12,7 @@ from functools import cached_property
 
 import torch
 
-from multirate.decoding.speculate.budget import StepCosts, expected_tokens
+from multirate.decoding.speculate.step_costs import StepCosts, expected_tokens
 from multirate.runtime.decoder import Decoder, argmax_rows
 from multirate.runtime.rows import Rows
 from multirate.torch_modes import own_modes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
-from multirate.decoding.speculate.budget import DraftLengthController
+from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
 from multirate.decoding.step import Step
@@ -55,14 +55,14 @@ class SpeculativeStep(Step):
         self._expected: tuple[float, ...] = ()
         self._rests = True
         self.watch: Watch | None = None
-        self._controller: DraftLengthController | None = None
+        self._policy: BudgetPolicy | None = None
         self._adapts = False
-        # of the step under way, by sequence; none where the controller has not chosen it
+        # of the step under way, by sequence; none where the policy has not chosen it
         self._matched: dict[int, int] = {}
 
     def begin(self, session: Session, resumed: bool) -> None:
-        if self._controller is not None:
-            self._controller.pause()
+        if self._policy is not None:
+            self._policy.pause()
         self.drafting_seconds = 0.0
         begin = self.drafter.resume if resumed else self.drafter.begin
         begin(session.cache, session.sampler)
@@ -91,9 +91,9 @@ class SpeculativeStep(Step):
         if not self.lossless:
             return False
         self._rests, self._adapts = on, on and not self.traits.adapts
-        if self._adapts and self._controller is None:
+        if self._adapts and self._policy is None:
             costs = self.drafter.costs(decoder).costs
-            self._controller = DraftLengthController(
+            self._policy = BudgetPolicy(
                 costs,
                 self.traits.max_nodes,
                 expected=self._expected,
@@ -110,13 +110,13 @@ class SpeculativeStep(Step):
         limits = [session.stops.remaining(b) - 1 for b in seqs]
         fuses = self.watch is None and not session.sampler.settings.uses_context
         self._matched, worth = {}, None
-        if self._controller is not None and self._adapts:
-            worth = self._controller.thresholds(len(seqs))[1]
+        if self._policy is not None and self._adapts:
+            worth = self._policy.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
             self._matched = dict(zip(seqs, matched, strict=True))
-            plan = self._controller.choose([(n, 0) for n in matched], max(limits), behind)
-            if not plan.stream:
+            plan = self._policy.choose([(n, 0) for n in matched], max(limits), behind)
+            if not plan.own:
                 limits = [0] * len(seqs)
         request = DraftRequest(seqs, limits, session.sampler, worth, self._rests)
         if fuses and self._run_fused(session, request):
@@ -154,8 +154,8 @@ class SpeculativeStep(Step):
                 self.drafting_seconds += time.perf_counter() - begin
 
     def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
-        if self._controller is not None and seq in self._matched:
-            self._controller.emitted(emitted, levels, nodes, self._matched[seq])
+        if self._policy is not None and seq in self._matched:
+            self._policy.emitted(emitted, levels, nodes, self._matched[seq])
 
     def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
         """Counts `kept` emitted tokens, `trusted` of them accepted unverified."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from multirate.decoding.speculate.budget import StepCosts
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.lab.bench.rows import Row

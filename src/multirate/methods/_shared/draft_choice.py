@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.budget import DraftLengthController, Plan, StepCosts
+from multirate.decoding.speculate.budget import BudgetPolicy, Plan
 from multirate.decoding.speculate.drafter import DraftRequest
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
@@ -52,13 +53,13 @@ class DraftChoice:
 
     def pause(self) -> None:
         """The time until the next step does not count."""
-        if self.shared.controller is not None:
-            self.shared.controller.pause()
+        if self.shared.policy is not None:
+            self.shared.policy.pause()
 
     def go_by(self, costs: StepCosts, expected: Sequence[float]) -> None:
         """From now on drafts grow by these measured costs."""
         rates = self.shared.continuations
-        self.shared.go_by(DraftLengthController(costs, self._config.nodes, rates, expected))
+        self.shared.go_by(BudgetPolicy(costs, self._config.nodes, rates, expected))
 
     def _new_estimates(self, costs: StepCosts | None) -> StreamEstimates:
         """costs: costs by which drafts grow, independent of the clock, where the settings leave
@@ -67,7 +68,7 @@ class DraftChoice:
         made = StreamEstimates.of(self._config, self._nodes, self._lookup)
         if costs is not None and self._prices:
             rates = made.continuations
-            made.go_by(DraftLengthController(costs, self._nodes, rates, timed=False))
+            made.go_by(BudgetPolicy(costs, self._nodes, rates, timed=False))
         return made
 
     def estimates(self, seq: int) -> StreamEstimates:
@@ -92,7 +93,7 @@ class DraftChoice:
         seqs, limits = request.seqs, request.limits
         known = self.estimates(seqs[0])
         known.price(self._config, len(seqs))
-        if known.controller is None:
+        if known.policy is None:
             drafts = any(limits)
             plan = Plan(True) if drafts else Plan(False, (0,) * len(seqs))
         else:
@@ -102,8 +103,8 @@ class DraftChoice:
             found = [
                 (self.matches[seq].matched, count) for seq, count in zip(seqs, most, strict=True)
             ]
-            plan = known.controller.choose(found, max(limits), behind, request.rests)
-        self.drafted = self.drafted | set(seqs) if plan.stream else self.drafted - set(seqs)
+            plan = known.policy.choose(found, max(limits), behind, request.rests)
+        self.drafted = self.drafted | set(seqs) if plan.own else self.drafted - set(seqs)
         return plan
 
     def _look_up(self, seq: int) -> Match:
@@ -146,7 +147,7 @@ class DraftChoice:
 
     def learn_fused(self, seq: int, done: FusedStep) -> None:
         """The same of a fused step."""
-        if self.estimates(seq).controller is None and not self._lookup.longest:
+        if self.estimates(seq).policy is None and not self._lookup.longest:
             return
         if not done.drafted and seq not in self.drafted:  # a plain step
             self.learn(seq, done.tokens, DraftTree(0), [0], 0, done.draft_seconds)

@@ -135,7 +135,7 @@ class StreamDrafter(Drafter):
         return self._costs
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        if self._choice.shared.controller is None and self.traits.adapts:
+        if self._choice.shared.policy is None and self.traits.adapts:
             self._choice.go_by(self.costs(self.decoder).costs, self._expected)
         self._choice.pause()
         self.runner.begin(cache)
@@ -212,7 +212,7 @@ class StreamDrafter(Drafter):
         growths: dict[int, Growth] = {}
         for part, plan in self._plans(request):
             for i, (seq, limit) in enumerate(part.pairs):
-                growths[seq] = self._growth(seq, limit, None if plan.stream else plan.text[i])
+                growths[seq] = self._growth(seq, limit, None if plan.own else plan.text[i])
         done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
             self._choice.learn_fused(seq, step)
@@ -260,7 +260,7 @@ class StreamDrafter(Drafter):
         made: dict[int, Draft] = {}
         drafted: list[int] = []
         for part, plan in self._plans(request):
-            if plan.stream:
+            if plan.own:
                 drafted += part.seqs
             else:
                 for seq, count in zip(part.seqs, plan.text, strict=True):

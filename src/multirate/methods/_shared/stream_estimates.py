@@ -10,7 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from multirate.decoding.speculate.acceptance_statistics import Calibration, ContinuationRates
-from multirate.decoding.speculate.budget import DraftLengthController, StepCosts
+from multirate.decoding.speculate.budget import BudgetPolicy
+from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
 from multirate.methods._shared.stream_config import StreamDecodeConfig
@@ -42,15 +43,15 @@ NO_MATCH = Match([], 0)
 @dataclass
 class StreamEstimates:
     """draft_threshold, verify_threshold: [nodes], of the current step.
-    controller: sets thresholds that the settings leave open, and chooses what to draft with; None:
+    policy: sets thresholds that the settings leave open, and chooses what to draft with; None:
         both are set, or costs are still to be measured.
-    calibration: maps the branch's confidence to acceptance; None as for the controller.
+    calibration: maps the branch's confidence to acceptance; None as for the policy.
     """
 
     continuations: ContinuationRates
     draft_threshold: np.ndarray
     verify_threshold: np.ndarray
-    controller: DraftLengthController | None = None
+    policy: BudgetPolicy | None = None
     calibration: Calibration | None = None
 
     @staticmethod
@@ -66,15 +67,15 @@ class StreamEstimates:
         rates = ContinuationRates(lookup.longest, lookup.told)
         return StreamEstimates(rates, draft_threshold, verify_threshold)
 
-    def go_by(self, controller: DraftLengthController) -> None:
+    def go_by(self, policy: BudgetPolicy) -> None:
         """From now on it sets the thresholds that the settings leave open."""
-        self.controller, self.calibration = controller, Calibration()
+        self.policy, self.calibration = policy, Calibration()
 
     def price(self, config: StreamDecodeConfig, sequences: int) -> None:
         """Thresholds of the next step, from the costs where the settings leave them open."""
-        if self.controller is None:
+        if self.policy is None:
             return
-        draft_threshold, verify_threshold = self.controller.thresholds(sequences)
+        draft_threshold, verify_threshold = self.policy.thresholds(sequences)
         if config.draft_threshold is None:
             self.draft_threshold = draft_threshold
         if config.verify_threshold is None:
@@ -99,10 +100,10 @@ class StreamEstimates:
         if streamed and self.continuations.longest and tree.drafted + 1 not in tree.trusted:
             # else the continuation begins with a trusted token, which nobody has judged
             self.continuations.observe(tree.origin, *tree.accepted(path))
-        if self.controller is None:
+        if self.policy is None:
             return
         levels = max(tree.depth[: tree.drafted + 1]) + 1 if streamed else 0
-        self.controller.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
+        self.policy.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
         if match.matched:
             best = tree.best and tree.best[0]
             self.continuations.observe_text(match.continuation, match.matched, emitted, best)

@@ -328,7 +328,7 @@ class FusedSteps:
                 taken[depth].append(self.step.draft_seconds)
         self.limits.nodes = self._drafted_nodes
         # the least: drafts that look dearer than they are may never be tried, and so never timed;
-        # ones that look cheaper are, and the controller learns what they take
+        # ones that look cheaper are, and the budget policy learns what they take
         one, many = (min(taken[depth][1:]) for depth in (1, most))
         level = max(many - one, 0.0) / max(most - 1, 1)
         return max(one - level, 0.0), level

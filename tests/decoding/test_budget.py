@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
-from multirate.decoding.speculate.budget import DraftLengthController, StepCosts
+from multirate.decoding.speculate.budget import BudgetPolicy
+from multirate.decoding.speculate.step_costs import StepCosts
 
 COSTS = StepCosts(1.0, {1: 1.0, 2: 1.1, 8: 1.6, 16: 2.4}, 0.1, 0.05)
 NODES = 8
@@ -19,7 +20,7 @@ NODES = 8
 class Text:
     """A machine and a text on which own drafts of `levels` levels are accepted at `own` per token
     and continuations, which `share` of the steps have, at `text`. expected: what a card says of
-    own drafts. knows_drafts: whether the machine tells what a draft took by itself.
+    own drafts. times_drafts: whether the machine tells what a draft took by itself.
     dear_after_rest: whether a draft after three steps without any takes twice as long, and rows
     that were put off take their time, too.
     """
@@ -31,17 +32,15 @@ class Text:
         share: float = 0.5,
         seed: int = 0,
         expected: tuple[float, ...] = (),
-        knows_drafts: bool = False,
+        times_drafts: bool = False,
         dear_after_rest: bool = False,
     ) -> None:
         self.own, self.text, self.share, self.levels = own, text, share, 3
-        self.knows_drafts, self.dear_after_rest = knows_drafts, dear_after_rest
+        self.times_drafts, self.dear_after_rest = times_drafts, dear_after_rest
         self.behind = self.rested = 0
         self.now = 0.0
         self.rates = ContinuationRates(4)
-        self.controller = DraftLengthController(
-            COSTS, NODES, self.rates, expected, clock=lambda: self.now
-        )
+        self.policy = BudgetPolicy(COSTS, NODES, self.rates, expected, clock=lambda: self.now)
         self.rng = np.random.default_rng(seed)
         self.streamed = 0
 
@@ -50,11 +49,11 @@ class Text:
 
     def step(self, force: str | None = None) -> int:
         """One step → the tokens it emitted. force: stream, text or plain, whatever is chosen."""
-        self.controller.thresholds()
+        self.policy.thresholds()
         matched = 3 if self.rng.random() < self.share else 0
         behind = self.behind if self.dear_after_rest else 0
-        plan = self.controller.choose([(matched, NODES)], behind=behind, rests=force != "stream")
-        stream, length = plan.stream, sum(plan.text)
+        plan = self.policy.choose([(matched, NODES)], behind=behind, rests=force != "stream")
+        stream, length = plan.own, sum(plan.text)
         if force is not None:
             stream, length = force == "stream", NODES if force == "text" and matched else 0
         held = self._accepted(self.text, NODES) if matched else 0
@@ -75,8 +74,8 @@ class Text:
         if matched:
             said = [0] * held + [1] * (NODES - held)
             self.rates.observe_text([0] * NODES, matched, said[: accepted + 1])
-        told = drafting if self.knows_drafts else None
-        self.controller.emitted(1 + accepted, levels, length, matched, told)
+        told = drafting if self.times_drafts else None
+        self.policy.emitted(1 + accepted, levels, length, matched, told)
         return 1 + accepted
 
     def speed(self, steps: int, force: str | None = None) -> float:
@@ -116,7 +115,7 @@ def test_texts_that_drafts_do_not_suit_say_little_of_the_next() -> None:
     for seed in range(20):
         text = Text(0.6, 0.0, share=0.0, seed=seed, expected=CARD)
         for own in (0.6, 0.6, 0.6, 0.1, 0.1, 0.1, 0.1, 0.6):
-            text.controller.pause()
+            text.policy.pause()
             text.own, text.streamed = own, 0
             for _ in range(60):
                 text.step()
@@ -133,7 +132,7 @@ def test_answers_after_one_another_cost_little_whatever_the_card_says(own: float
         for seed in range(4):
             text = Text(own, 0.0, share=0.0, seed=seed, expected=CARD)
             for _ in range(10):
-                text.controller.pause()
+                text.policy.pause()
                 tokens += sum(text.step(force) for _ in range(80))
             seconds += text.now
         return tokens / seconds
@@ -149,11 +148,11 @@ def test_a_text_that_drafts_suit_is_drafted_for_whatever_the_last_one_was(
     share = []
     for seed in range(20):
         text = Text(0.0, 0.0, share=0.0, seed=seed, expected=expected)
-        text.controller.pause()
+        text.policy.pause()
         for _ in range(8):
             text.step()
         text.own, text.streamed = 0.6, 0
-        text.controller.pause()
+        text.policy.pause()
         for _ in range(60):
             text.step()
         share.append(text.streamed / 60)
@@ -165,7 +164,7 @@ def test_drafts_whose_costs_were_measured_too_high_are_found_out(times: int) -> 
     """Something else ran while they were measured. They are tried, and their steps are timed."""
     text = Text(0.8, 0.0, share=0.0)
     costs = replace(COSTS, draft_step=times * COSTS.draft_step)
-    text.controller = DraftLengthController(costs, NODES, text.rates, clock=lambda: text.now)
+    text.policy = BudgetPolicy(costs, NODES, text.rates, clock=lambda: text.now)
     text.speed(600)
     before = text.streamed
     text.speed(400)
@@ -175,29 +174,29 @@ def test_drafts_whose_costs_were_measured_too_high_are_found_out(times: int) -> 
 @pytest.mark.parametrize("times", [0.2, 1.0, 3.0, 10.0])
 def test_the_price_of_a_level_is_what_drafts_are_timed_to_take(times: float) -> None:
     """Whatever was measured before. A step is timed whole, a draft by itself."""
-    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    text = Text(0.7, 0.0, share=0.0, times_drafts=True)
     text.speed(400, "stream")
-    right, _ = text.controller.thresholds()
-    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    right, _ = text.policy.thresholds()
+    text = Text(0.7, 0.0, share=0.0, times_drafts=True)
     costs = replace(
         COSTS, draft_step=times * COSTS.draft_step, draft_fixed=times * COSTS.draft_fixed
     )
-    text.controller = DraftLengthController(costs, NODES, text.rates, clock=lambda: text.now)
+    text.policy = BudgetPolicy(costs, NODES, text.rates, clock=lambda: text.now)
     text.speed(400, "stream")
-    timed, _ = text.controller.thresholds()
+    timed, _ = text.policy.thresholds()
     np.testing.assert_allclose(timed, right, rtol=0.15)
 
 
 def test_a_prompt_that_is_read_late_does_not_make_levels_look_cheap() -> None:
     """It is read before the time of the draft begins."""
-    text = Text(0.7, 0.0, share=0.0, knows_drafts=True)
+    text = Text(0.7, 0.0, share=0.0, times_drafts=True)
     text.speed(200, "stream")
-    before, _ = text.controller.thresholds()
-    text.controller.choose([(0, 0)], behind=1000)
+    before, _ = text.policy.thresholds()
+    text.policy.choose([(0, 0)], behind=1000)
     drafting = COSTS.draft_fixed + 3 * COSTS.draft_step
     text.now += COSTS.verify_seconds(4) + drafting
-    text.controller.emitted(2, 3, 3, 0, drafting)
-    after, _ = text.controller.thresholds()
+    text.policy.emitted(2, 3, 3, 0, drafting)
+    after, _ = text.policy.thresholds()
     np.testing.assert_allclose(after, before, rtol=0.1)
 
 
@@ -208,10 +207,10 @@ def test_the_first_draft_after_a_rest_says_nothing_of_what_drafts_take() -> None
     share = []
     for seed in range(16):
         text = Text(
-            0.0, 0.0, share=0.0, seed=seed, expected=CARD, knows_drafts=True, dear_after_rest=True
+            0.0, 0.0, share=0.0, seed=seed, expected=CARD, times_drafts=True, dear_after_rest=True
         )
         for own in [0.05] * 8 + [0.5] * 6:
-            text.controller.pause()
+            text.policy.pause()
             text.own, text.streamed, text.behind, text.rested = own, 0, 80, 9
             for _ in range(60):
                 text.step()
@@ -229,16 +228,16 @@ def test_an_untrained_accelerators_card_is_believed_too() -> None:
 def test_a_batch_drafts_where_its_own_steps_are_timed_to_pay(dear: float, drafts: bool) -> None:
     """Costs are measured of one sequence; of four, drafting may be another matter."""
     now, streamed, sequences = 0.0, 0, 4
-    controller = DraftLengthController(COSTS, NODES, clock=lambda: now)
+    policy = BudgetPolicy(COSTS, NODES, clock=lambda: now)
     rng = np.random.default_rng(0)
     for _ in range(200):
-        controller.thresholds(sequences)
-        stream = controller.choose([(0, 0)] * sequences).stream
+        policy.thresholds(sequences)
+        stream = policy.choose([(0, 0)] * sequences).own
         streamed += stream
         levels = 2 if stream else 0
         accepted = [int(np.cumprod(rng.random(levels) < 0.8).sum()) for _ in range(sequences)]
         for count in accepted:
-            controller.emitted(1 + count, levels, levels)
+            policy.emitted(1 + count, levels, levels)
         # a slow machine, too: only what the two kinds of steps take beside each other matters
         drafting = dear * (COSTS.draft_fixed + levels * COSTS.draft_step) if stream else 0.0
         now += 2 * (COSTS.verify_seconds(sequences * (1 + levels)) + drafting)
@@ -248,13 +247,13 @@ def test_a_batch_drafts_where_its_own_steps_are_timed_to_pay(dear: float, drafts
 def test_continuations_rest_after_short_matches_that_never_held() -> None:
     """Of drafts that continue the text, as prompt lookup's, those after long matches go on."""
     now, drafted = 0.0, [0, 0]
-    controller = DraftLengthController(COSTS, NODES, clock=lambda: now, longest=3)
+    policy = BudgetPolicy(COSTS, NODES, clock=lambda: now, longest=3)
     for step in range(200):
         long = step % 2
-        controller.thresholds()
-        stream = controller.choose([(3 if long else 1, 0)]).stream
+        policy.thresholds()
+        stream = policy.choose([(3 if long else 1, 0)]).own
         drafted[long] += stream
-        controller.emitted(
+        policy.emitted(
             1 + (4 if long and stream else 0), NODES * stream, NODES * stream, 3 if long else 1
         )
         now += COSTS.verify_seconds(1 + NODES * stream)

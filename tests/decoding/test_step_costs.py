@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multirate.decoding.speculate.budget import DraftLengthController, StepCosts, convex_slopes
+from multirate.decoding.speculate.budget import BudgetPolicy
+from multirate.decoding.speculate.step_costs import StepCosts, convex_slopes
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=2, max_size=20))
@@ -27,12 +28,12 @@ def test_a_step_is_shared_by_its_rows() -> None:
 
 def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
     costs = StepCosts(plain_step=1.0, verify={1: 1.0, 9: 1.8}, draft_step=0.1)
-    draft_threshold, verify_threshold = DraftLengthController(costs, nodes=4).thresholds()
+    draft_threshold, verify_threshold = BudgetPolicy(costs, nodes=4).thresholds()
     assert verify_threshold.tolist() == pytest.approx(
         [0.2] * 4
     )  # a row of 0.1 s at half a second per token
     assert draft_threshold.tolist() == pytest.approx([0.4] * 4)
-    shared, _ = DraftLengthController(costs, nodes=4).thresholds(sequences=2)
+    shared, _ = BudgetPolicy(costs, nodes=4).thresholds(sequences=2)
     # two sequences share a level and a step: 0.1 s of a row, 0.05 of the level, 0.275 a token; the
     # further one of them gets ahead, the less of a token ends the batch sooner
     alone = np.full(4, 0.15 / 0.275)

@@ -177,12 +177,12 @@ class NativeBranch(PackedBranch):
         return self._head.top(p, count, sharpness, noise)
 
     @cached_property
-    def _arla(self) -> abi.CData:
+    def _scorer(self) -> abi.CData:
         """`DraftBranch.agreement` for the kernel."""
         agreement = self._branch.agreement
         assert agreement is not None
         return abi.new(
-            "Arla",
+            "Scorer",
             weight=self._owner.floats(agreement.weight * self._decoder.norm_weight),
             bias=self._owner.floats(agreement.bias),
             out=self._owner.floats(agreement.out),
@@ -192,8 +192,8 @@ class NativeBranch(PackedBranch):
 
     def agreement(self, p: Tensor) -> list[float]:
         rows, scores = p.float().contiguous(), np.empty(len(p))
-        self._library.mr_arla(
-            self._arla,
+        self._library.mr_scores(
+            self._scorer,
             self._decoder.eps,
             self._decoder.info.hidden_size,
             abi.tensor(rows),
@@ -209,7 +209,7 @@ class NativeBranch(PackedBranch):
             trust = abi.new(
                 "Trust",
                 least=unverified.threshold,
-                arla=self._arla if unverified.by_agreement else None,
+                scorer=self._scorer if unverified.by_agreement else None,
                 nodes=unverified.nodes,
             )
         return NativeFusedSequences(

@@ -10,18 +10,9 @@ static inline Noise noise_ahead(const Noise *noise, int ahead) {
     return there;
 }
 
-// A sequence's part of a step that several take together.
-typedef struct {
-    SpeculativeStep *step;
-    const DraftLimits *limits;
-    int length, refresh;  // committed tokens; how many of ids are refreshed
-    const int64_t *ids;   // [refresh + 1] the last token last, which goes to slot `length`
-    const float *carried; // [refresh + 1, hidden]
-} Part;
-
 // Whole draft trees of `count` sequences, which share their stream, head and caches: a level of all
 // of them is one pass (the rules in Python: DraftTree; a test holds the two together). Fills each
 // step's tokens, parents, hidden (the target model's residuals entering entering_layer), drafted
 // and text. Uses (capacity + 1) * hidden floats of each step's scratch.
-void draft_trees(Workspace *work, const Part *parts, int count);
+void draft_trees(Workspace *work, SpeculativeStep *const *steps, int count);
 #endif

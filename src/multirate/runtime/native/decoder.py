@@ -53,7 +53,7 @@ from multirate.runtime.native.families import (
     residual_scale,
 )
 from multirate.runtime.native.formats import screened
-from multirate.runtime.native.fused_sequences import NativeFusedSequences
+from multirate.runtime.native.fused_steps import NativeFusedSequences
 from multirate.runtime.native.packing import Owner, packed_bytes
 from multirate.runtime.native.plain import unknown_part
 from multirate.runtime.native.positions import PositionTables, Tables

@@ -71,6 +71,7 @@ class DraftVerification:
         step, nodes, length = self._step, len(parents), cache.lengths[seq]
         cache.make_room_to(length + nodes)
         step.caches, step.capacity, step.sequence = cache.address, cache.capacity, seq
+        step.length = length
         self._ids[0] = ids[0]
         self._tokens[:nodes], self._parents[:nodes] = ids[1:], parents
         if entering is None:
@@ -83,7 +84,7 @@ class DraftVerification:
         step.noise = packed or abi.NULL
         best = np.empty((nodes + 1, top), np.int64)
         emitted = self._library.mr_verify_draft(
-            self._workspace, step, length, nodes, start, top, abi.longs(best), self._path_at
+            self._workspace, step, nodes, start, top, abi.longs(best), self._path_at
         )
         if emitted < 0:
             raise UserError(NOT_FINITE)

@@ -35,7 +35,6 @@ typedef struct {
     int32_t frontier[MAX_NODES + 1]; // nodes to draft from, [front], whose logits are rows …
     int front, at;                   // … [at, at + front) of the level's
     int ran;                         // nodes that the stream has run, the last token among them
-    int refreshes;                   // whether refreshed rows run beside the last token
 } Tree;
 
 // Nodes that it may have: trusted ones come on top.
@@ -242,17 +241,6 @@ static float *hidden_of(const SpeculativeStep *step, int node) {
     return step->hidden + (size_t)node * step->stream->shape->hidden;
 }
 
-static Surroundings surroundings_of(const SpeculativeStep *step, float *logits) {
-    return (Surroundings){.caches = step->caches,
-                          .block_cache = step->block_cache,
-                          .capacity = step->capacity,
-                          .block_capacity = step->block_capacity,
-                          .head = logits ? step->draft_head : NULL,
-                          .head_norm = step->draft_norm,
-                          .logits = logits,
-                          .head_eps = step->stream->shape->eps};
-}
-
 // Adds a row of a sequence; carried: what it carries. fresh: of the node whose residuals are kept.
 static void add_row(Together *level, const Levels *room, const Tree *t, int slot, int pos,
                     int64_t bits, int64_t id, const float *carried, int fresh) {
@@ -273,7 +261,14 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
                          const Levels *room, float *logits) {
     int d = step->stream->shape->hidden;
     size_t bytes = (size_t)d * sizeof(float);
-    Surroundings around = surroundings_of(step, logits);
+    Surroundings around = {.caches = step->caches,
+                           .block_cache = step->block_cache,
+                           .capacity = step->capacity,
+                           .block_capacity = step->block_capacity,
+                           .head = step->draft_head,
+                           .head_norm = step->draft_norm,
+                           .logits = logits,
+                           .head_eps = step->stream->shape->eps};
     Rows rows = rows_of(&level->table, 0, level->count, step->capacity);
     draft_level(work, step->stream, &around, level->ids, &rows, level->fresh, room->carry, room->x);
     for (int f = 0; f < level->fresh; f++) {
@@ -281,23 +276,6 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
         memcpy(level->output[f], room->x + (size_t)(level->count + f) * d, bytes);
     }
     level->count = level->fresh = 0;
-}
-
-// A sequence's refreshed rows by themselves, where they are many.
-static void refresh_alone(Workspace *work, const SpeculativeStep *step, const Levels *room) {
-    Surroundings silent = surroundings_of(step, NULL);
-    for (int begin = 0; begin < step->refresh; begin += MAX_ROWS) {
-        int take = step->refresh - begin < MAX_ROWS ? step->refresh - begin : MAX_ROWS;
-        RowTable table;
-        for (int r = 0; r < take; r++) {
-            int slot = step->length - step->refresh + begin + r;
-            set_row(&table, r, step->sequence, slot, slot, slot + 1, 0);
-        }
-        Rows rows = rows_of(&table, 0, take, step->capacity);
-        draft_level(work, step->stream, &silent, step->ids + step->first + begin, &rows, 0,
-                    step->carried + (size_t)(step->first + begin) * step->stream->shape->hidden,
-                    room->x);
-    }
 }
 
 // The refreshed and the last tokens of trees [begin, end).
@@ -309,7 +287,7 @@ static void run_last_tokens(Workspace *work, const Tree *trees, int begin, int e
     level.count = level.fresh = 0;
     for (int s = begin; s < end; s++) {
         const SpeculativeStep *step = trees[s].step;
-        for (int r = 0; trees[s].refreshes && r < step->refresh; r++) {
+        for (int r = 0; r < step->refresh; r++) {
             int slot = step->length - step->refresh + r, id = step->first + r;
             add_row(&level, room, &trees[s], slot, slot, 0, step->ids[id],
                     step->carried + (size_t)id * d, -1);
@@ -339,10 +317,7 @@ static void begin_trees(Workspace *work, SpeculativeStep *const *steps, Tree *tr
         t->frontier[0] = 0;
         t->front = t->ran = 1;
         t->at = s;
-        t->refreshes = steps[s]->refresh + 2 <= MAX_ROWS;
-        if (!t->refreshes)
-            refresh_alone(work, steps[s], room);
-        int taken = (t->refreshes ? steps[s]->refresh : 0) + 2;
+        int taken = steps[s]->refresh + 2;
         if (rows + taken > MAX_ROWS) {
             run_last_tokens(work, trees, first, s, room);
             first = s;

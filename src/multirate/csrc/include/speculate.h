@@ -137,8 +137,8 @@ typedef struct {
     const Noise *noise;     // for the token after the last one. NULL: greedy
     const DraftLimits *limits;
     int32_t length;         // committed tokens
-    int32_t first, refresh; // of ids from `first` on, so many pending tokens refresh the block; the
-                            // next one is the last token
+    int32_t first, refresh; // of ids from `first` on, so many pending tokens refresh the block, at
+                            // most MAX_ROWS - 2; the next one is the last token
     // buffers
     Text text;          // tokens NULL: none. Emitted tokens are appended
     int64_t *ids;       // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens

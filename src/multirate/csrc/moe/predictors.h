@@ -26,9 +26,9 @@ Predictor *open_predictor(const ExpertCache *e, const PredictorPlan *plan);
 void close_predictor(Predictor *f);
 
 // What layer `row` names: [count] of found_predictions. x [n, hidden]: the stream after its
-// attention; ids, weights [n, top_k]: its routing.
+// attention.
 int predict_experts(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
-                    const float *x, int n, const int64_t *ids, const float *weights);
+                    const float *x, int n, const RoutedRows *g);
 // A pass over the layers begins.
 void forget_predictions(ExpertCache *e);
 // Layer `row` needs these: what a predictor learns from, and what was predicted comes true or not.

@@ -245,7 +245,7 @@ class PackedFeatures:
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
         """float32 [n, d] of tokens' h_L [n, d] and what enters each tap [n, d]."""
         x = torch.cat([taps[layer] for layer in self._taps], dim=-1).float().contiguous()
-        y = hidden.float().clone(memory_format=torch.contiguous_format)
+        y = abi.copied(hidden)
         library.kernel().mr_linear(
             self._decoder.workspace.address,
             self._weight,

@@ -44,6 +44,7 @@ from multirate.runtime.rows import Rows
 if TYPE_CHECKING:
     from multirate.runtime.native.decoder import NativeDecoder
 
+_MOST_ENTERING = abi.constant("MAX_ROWS") - 1  # tokens of a level whose last one has two rows
 _MEASURED_AFTER = 40  # tokens before the drafts that are timed
 _MEASURED_LEVELS = 6  # of the longer of two measured drafts
 
@@ -118,7 +119,7 @@ class NativeFusedSequences(FusedSequences):
 
     @property
     def refused(self) -> float:  # type: ignore[override]
-        return max((steps.refused for steps in self._entered.values()), default=-np.inf)
+        return max((one.step.refused for one in self._entered.values()), default=-np.inf)
 
     def draft_costs(self, rates: TextRates) -> tuple[float, float]:
         """Timed on drafts of many levels and of one, over caches of their own (a level alone misses
@@ -186,10 +187,8 @@ class FusedSteps:
         self.window = window
         self.decoder, self.capacity, self._refresh, self.entered = decoder, nodes, refresh, 0
         room = CAUGHT_UP_WITHIN + nodes + 1
-        self._ids, self._carried = (
-            np.zeros(room, np.int64),
-            torch.zeros(room, d, dtype=torch.float32, device="cpu"),
-        )
+        self._ids = np.zeros(room, np.int64)
+        self._carried = torch.zeros(room, d, dtype=torch.float32, device="cpu")
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._learned: tuple[TextRates | None, ConfidenceCounts | None] = None, None
@@ -293,7 +292,7 @@ class FusedSteps:
         limits.stream = stream
         self._read_caches()
         if self._refresh:
-            self._take_back() if stream else self._set_aside()
+            self._take_back() if stream else self._set_aside(self.entered)
         self._take_noise()
         self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
         self.step.first = 0 if self._refresh and stream else self.entered - 1
@@ -319,11 +318,6 @@ class FusedSteps:
             _places(step.unverified),
             step.draft_seconds,
         )
-
-    @property
-    def refused(self) -> float:
-        """The highest score since `begin` that was too low for trust; −inf: none was."""
-        return float(self.step.refused)
 
     def accept_chosen(self) -> None:
         """The caller's tokens down the draft. Their K/V move into place."""
@@ -362,18 +356,24 @@ class FusedSteps:
         """Committed tokens that the stream's own layer has not read with their true residuals."""
         return len(self.unread) + self.entered - 1 if self._refresh else 0
 
-    def _set_aside(self) -> None:
-        """The tokens that would have entered the stream wait for its next draft."""
-        carried = self._carried[: self.entered].clone() if self._carries else None
-        self.unread.add(self._ids[: self.entered].tolist(), carried)
+    def _set_aside(self, count: int) -> None:
+        """So many tokens that would have entered the stream wait for its next draft."""
+        carried = self._carried[:count].clone() if self._carries else None
+        self.unread.add(self._ids[:count].tolist(), carried)
 
     def _take_back(self) -> None:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
-        read all weights of the stream again.
+        read all weights of the stream again. Where the last ones are too many, all but one wait.
         """
         self.unread.keep_newest(self.window)
         count, entered = len(self.unread), self.entered
-        if not count or count + entered > CAUGHT_UP_WITHIN + self.capacity + 1:
+        if entered > _MOST_ENTERING:
+            self._set_aside(entered - 1)
+            self._ids[0], self._carried[0] = self._ids[entered - 1], self._carried[entered - 1]
+            self.entered = 1
+            return
+        room = min(CAUGHT_UP_WITHIN + self.capacity + 1, _MOST_ENTERING)
+        if not count or count + entered > room:
             return
         ids, carried = self._ids, self._carried
         ids[count : count + entered] = ids[:entered].copy()
@@ -392,10 +392,8 @@ class FusedSteps:
         """
         self._learned = rates, calibration  # the kernel reads them by address
         if rates is not None:
-            ngram = self.limits.ngram
-            ngram.first_accepted = abi.doubles(rates.first_accepted)
-            ngram.first_against = abi.doubles(rates.first_against)
-            ngram.next_accepted = abi.doubles(rates.next_accepted)
+            for name in ("first_accepted", "first_against", "next_accepted"):
+                setattr(self.limits.ngram, name, abi.doubles(getattr(rates, name)))
         for name in ("tries", "hits"):
             counts = None if calibration is None else getattr(calibration, name)
             setattr(self.limits, name, abi.NULL if counts is None else abi.doubles(counts))

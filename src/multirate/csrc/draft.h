@@ -1,7 +1,37 @@
-// Draft trees (draft.c).
+// Levels of a draft (stream.c), and whole trees (draft.c).
 #ifndef MULTIRATE_DRAFT_H
 #define MULTIRATE_DRAFT_H
-#include "stream.h"
+#include "include/speculate.h"
+#include "layers.h"
+
+// What a level of a draft reads and writes besides its rows.
+typedef struct {
+    const LayerCache *caches, *block_cache;
+    int capacity, block_capacity;
+    const Linear *head; // NULL: the outputs are not read
+    const float *head_norm;
+    float *logits; // of the last rows [fresh, head->outputs]
+    float head_eps;
+} Surroundings;
+
+// The embeddings of ids [count], as they enter layer 0.
+static inline void embed(const Stream *stream, const int64_t *ids, int count, float *x) {
+    const Shape *shape = stream->shape;
+    mr_embed(stream->table, ids, count, shape->hidden, shape->embed_scale, x);
+}
+
+// Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the target
+// model has not run yet.
+static inline int entering_layer(const Stream *stream) {
+    return stream->merged ? 0 : stream->exit_layer;
+}
+
+// ids [n]: rows of the stream. Of the last `fresh` the target model runs a row, too: x is
+// [fresh + n, d], its rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL. On return x holds
+// the stream's outputs after the target rows' residuals at the exit layer; of a stream with merged
+// layers the target rows leave their keys and values and stay as they enter layer 0.
+void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
+                 const int64_t *ids, const Rows *rows, int fresh, const float *carried, float *x);
 
 // The noise of the place `ahead` places after `noise`'s.
 static inline Noise noise_ahead(const Noise *noise, int ahead) {

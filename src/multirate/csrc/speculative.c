@@ -2,7 +2,7 @@
 // are the argmax of the logits, with or without noise; otherwise the caller chooses the tokens
 // between two calls.
 #include "draft.h"
-#include "screen.h"
+#include "head.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {

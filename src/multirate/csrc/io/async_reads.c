@@ -1,7 +1,7 @@
 // Reads that the computing thread starts itself and later finds finished: Linux asynchronous I/O on
 // a file opened with O_DIRECT. If all cores compute, a reading thread interrupts one of them twice
 // per read, at its start and end; here no thread is woken. All of it runs on the caller's thread.
-#include "async_reads.h"
+#include "reads.h"
 
 #include <errno.h>
 #include <unistd.h>

@@ -6,8 +6,7 @@
 #include <string.h>
 
 #include "../workspace.h"
-#include "loads.h"
-#include "predictors.h"
+#include "cache.h"
 
 Controls *mr_expert_cache_controls(ExpertCache *e) {
     return &e->controls;

@@ -1,6 +1,6 @@
 // Turns needs and predictions into reads, and finished reads into READY slots: experts/loader.py
 // for decoders that run in C.
-#include "loads.h"
+#include "cache.h"
 
 #include <errno.h>
 #include <pthread.h>

@@ -1,6 +1,6 @@
 // Predicts experts in passes that run in C (experts/predictors.py and accelerated.py explain each
 // predictor) and chooses which predictions to read (experts/prefetch_filter.py).
-#include "predictors.h"
+#include "cache.h"
 
 #include <string.h>
 

@@ -298,22 +298,11 @@ def test_records_are_read_into_their_slots(tmp_path: Path, threads: int) -> None
             pytest.skip("the system reads no files asynchronously")
         for slot in range(slots):
             kernel.mr_reads_submit(reads, slot, (slots - 1 - slot) * size, slot, slot % 2)
-        ended, status = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        counts, times = np.zeros(slots, np.int64), np.zeros((2, slots))
-        left = slots
+        ended, left = abi.ffi.new("EndedRead[]", slots), slots
         while left:
-            left -= (
-                count := kernel.mr_reads_ended(
-                    reads,
-                    5.0,
-                    abi.ints(ended),
-                    abi.ints(status),
-                    abi.longs(counts),
-                    abi.doubles(times[0]),
-                    abi.doubles(times[1]),
-                )
-            )
-            assert count and not status[:count].any() and (counts[:count] == size).all()
+            left -= (count := kernel.mr_reads_ended(reads, 5.0, ended))
+            assert count
+            assert all(one.status == 0 and one.bytes == size for one in ended[0:count])
         kernel.mr_reads_close(reads)
     begin = base - memory.ctypes.data
     found = memory[begin : begin + slots * size].reshape(slots, size)

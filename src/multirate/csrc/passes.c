@@ -1,9 +1,8 @@
 // Passes of any number of rows over some layers: MAX_ROWS at a time, or in parts.
 #include "layers.h"
 
-// ---- parts
-// --------------------------------------------------------------------------------------- A pass of
-// many rows, such as a prompt, in slices ("parts") that one thread each takes through all layers.
+// A pass of many rows, such as a prompt, runs in slices ("parts") that one thread each takes
+// through all layers.
 //
 // When all threads work on the same rows and split the outputs (layers.c), each thread norms and
 // rounds every row, and they meet five times per layer. With dozens of rows that takes up to a
@@ -76,9 +75,6 @@ static void run_row_parts(Workspace *work, LayerCall *call) {
     }
     run_parallel(work, run_parts, call, call->layers + call->start, call->rows.count);
 }
-
-// ---- whole passes
-// --------------------------------------------------------------------------------
 
 // MAX_ROWS at a time, where they do not go in parts.
 void run_all_rows(Workspace *work, LayerCall call) {

@@ -50,6 +50,12 @@ typedef struct {
 typedef struct Reads Reads;
 
 typedef struct {
+    int32_t slot, status; // 0, an errno, ECANCELED; ENODATA: the file ends there
+    int64_t bytes;
+    double began, ended;
+} EndedRead;
+
+typedef struct {
     int32_t rows, experts, slots, policy;
     double loss; // of EVICT_LRFU: -ln(decay)
     Reads *reads;
@@ -138,8 +144,7 @@ void mr_reads_close(Reads *r);
 void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded);
 void mr_reads_promote(Reads *r, int slot);
 int mr_reads_cancel(Reads *r, int slot);
-int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
-                   double *began, double *ended);
+int mr_reads_ended(Reads *r, double patience, EndedRead *to);
 
 #pragma GCC visibility pop
 #endif

@@ -52,6 +52,13 @@ typedef struct {
     int32_t format;          // of the weights
 } Linear;
 
+// What weights of a format take, in bytes.
+typedef struct {
+    int64_t column, scales; // 16 packed outputs, and their scales
+    int64_t row;            // an output's blocks in a GGUF file, of quantised weights
+    int32_t piece;          // what a layer's inputs are a multiple of
+} FormatSizes;
+
 // Weights as they are in the model.
 typedef struct {
     const void *values; // [outputs, inputs] bf16, or fp32 if `wide`
@@ -187,13 +194,8 @@ int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *s
 // them with a scale that is not finite, and so no finite product.
 int mr_pack_rows(Workspace *work, const void *const *rows, int count, int inputs, int format,
                  void *to, void *scale);
-// What the inputs of a layer in this format are a multiple of.
-int mr_format_piece(int format);
-// Bytes of 16 packed outputs' weights, and of their scales.
-int64_t mr_column_bytes(int format, int inputs);
-int64_t mr_scale_bytes(int format, int inputs);
-// Bytes of an output's blocks in a GGUF file, of quantised weights.
-int64_t mr_row_bytes(int format, int inputs);
+// Sizes of a layer with so many inputs.
+FormatSizes mr_format_sizes(int format, int inputs);
 // Makes blocks of WEIGHTS_Q8_0, Q4_0 or Q4_1 from floats, bit for bit as the package gguf does.
 void mr_quantise(Workspace *work, const Unpacked *from, int format, void *blocks);
 // Where column `column` of a layer lies.

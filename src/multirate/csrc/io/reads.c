@@ -264,9 +264,8 @@ int mr_reads_cancel(Reads *r, int slot) {
 }
 
 // The reads that have ended since the last call, after waiting up to `patience` seconds for one.
-// Arrays: [slots].
-int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
-                   double *began, double *ended) {
+// to: room for all slots.
+int mr_reads_ended(Reads *r, double patience, EndedRead *to) {
     if (r->async)
         async_wait(r, patience);
     else if (patience > 0)
@@ -284,11 +283,8 @@ int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, i
     }
     int count = r->ended_count;
     for (int i = 0; i < count; i++) {
-        Read *one = &r->reads[slots[i] = r->ended[i]];
-        status[i] = one->status;
-        bytes[i] = one->done;
-        began[i] = one->began;
-        ended[i] = one->ended;
+        Read *one = &r->reads[r->ended[i]];
+        to[i] = (EndedRead){r->ended[i], one->status, one->done, one->began, one->ended};
         one->state = READ_NONE;
     }
     r->ended_count = 0;

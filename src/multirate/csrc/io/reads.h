@@ -14,8 +14,7 @@ enum { READ_NONE, READ_QUEUED, READ_RUNNING, READ_ENDED };
 typedef struct {
     int64_t offset, done, order;
     double began, ended;
-    int32_t state, demanded, unwanted,
-        status;          // status: 0, an errno, ECANCELED; ENODATA: the file ends there
+    int32_t state, demanded, unwanted, status; // status: as of EndedRead
     int64_t got, result; // async_reads.c: of the chunk under way; what its request gave, held until
     double due;          // a throttled disk would have read it
 } Read;

@@ -50,9 +50,7 @@ struct ExpertCache {
     double busy_until;   // the disk, by the reads that have ended
     Prediction *pending; // without a slot yet, in the order to read them
     int32_t pending_count;
-    int32_t *ended_slot, *ended_status; // [slots] of a poll
-    int64_t *ended_bytes;
-    double *ended_began, *ended_over;
+    EndedRead *ended;     // [slots] of a poll
     Predictor *predictor; // that of controls.predictor, or NULL
     Predictor *predictors[MOST_PREDICTORS];
     int32_t predictor_count;

@@ -48,11 +48,7 @@ ExpertCache *mr_expert_cache_open(const ExpertCachePlan *plan) {
     e->protected = zeroed(memory, keys, 1);
     e->failed = zeroed(memory, keys, sizeof *e->failed);
     e->pending = zeroed(memory, 2 * keys, sizeof *e->pending);
-    e->ended_slot = zeroed(memory, slots, sizeof *e->ended_slot);
-    e->ended_status = zeroed(memory, slots, sizeof *e->ended_status);
-    e->ended_bytes = zeroed(memory, slots, sizeof *e->ended_bytes);
-    e->ended_began = zeroed(memory, slots, sizeof *e->ended_began);
-    e->ended_over = zeroed(memory, slots, sizeof *e->ended_over);
+    e->ended = zeroed(memory, slots, sizeof *e->ended);
     if (memory->lacking) {
         mr_expert_cache_close(e);
         return NULL;

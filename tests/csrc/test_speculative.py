@@ -206,9 +206,8 @@ def tree_by_parts(
     outputs = {0: logits_of([token], Rows.causal(0, length, 1))}
     frontier = [0]
     while frontier and depth:
-        found, probs = decoder.top(
-            decoder.head, VOCAB, torch.cat([outputs[node] for node in frontier]), top
-        )
+        rows_of = torch.cat([outputs[node] for node in frontier])
+        found, probs = head_of(decoder).top(rows_of, top)
         if min_probability:  # a chain: what is too unlikely ends it
             assert width == top == 1
             if probs[0][0] < min_probability:

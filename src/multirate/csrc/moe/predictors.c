@@ -1,5 +1,6 @@
 // Predicts experts in passes that run in C (experts/predictors.py and accelerated.py explain each
 // predictor) and chooses which predictions to read (experts/prefetch_filter.py).
+#include "../workspace.h"
 #include "cache.h"
 
 #include <string.h>
@@ -25,35 +26,30 @@ struct Predictor {
     double right[(MOST_AHEAD_ROWS + 1) * RANKS], every[(MOST_AHEAD_ROWS + 1) * RANKS];
 };
 
-// What grows with the rows of a pass: normed, logits, weights, ids, and p.
-static void **row_buffer(Predictor *f, int i) {
-    RoutedRows *g = &f->routed;
-    void **first[] = {(void **)&g->normed, (void **)&g->logits, (void **)&g->weights,
-                      (void **)&g->ids};
-    return i < 4 ? first[i] : (void **)&f->p[i - 4];
-}
-
 static void room_for_rows(Predictor *f, const Routers *m, int n) {
     if (n <= f->room)
         return;
     f->room = n;
     f->state_rows = 0;
-    size_t d = (size_t)m->hidden * 4, out = (size_t)(m->experts + 63) / 64 * 64 * 4,
-           sizes[] = {d, out, (size_t)m->top_k * 4, (size_t)m->top_k * 8};
-    for (int i = 0; i <= MOST_AHEAD_ROWS + 4; i++) {
-        void **part = row_buffer(f, i);
-        free(*part);
-        *part = NULL;
-        if (posix_memalign(part, 64, (size_t)n * (i < 4 ? sizes[i] : d)))
-            abort();
-    }
+    RoutedRows *g = &f->routed;
+    size_t row = (size_t)n * m->hidden * sizeof(float), chosen = (size_t)n * m->top_k;
+    g->normed = grown(g->normed, row);
+    g->logits = grown(g->logits, (size_t)n * m->routers[0]->outputs * sizeof *g->logits);
+    g->weights = grown(g->weights, chosen * sizeof *g->weights);
+    g->ids = grown(g->ids, chosen * sizeof *g->ids);
+    for (int i = 0; i <= MOST_AHEAD_ROWS; i++)
+        f->p[i] = grown(f->p[i], row);
 }
 
 void close_predictor(Predictor *f) {
     if (!f)
         return;
-    for (int i = 0; i <= MOST_AHEAD_ROWS + 4; i++)
-        free(*row_buffer(f, i));
+    RoutedRows *g = &f->routed;
+    void *rows[] = {g->normed, g->logits, g->weights, g->ids};
+    for (int i = 0; i < 4; i++)
+        release(rows[i]);
+    for (int i = 0; i <= MOST_AHEAD_ROWS; i++)
+        release(f->p[i]);
     free_all(&f->memory);
     free(f);
 }

@@ -87,7 +87,6 @@ class NativeDecoder(PackedModel, Decoder):
         self._library = library.kernel()
         self.workspace = library.Workspace()
         self._work = self.workspace.address
-        self._norm = abi.at(self.norm_address)
         self._logits = abi.floats_for(0)
         self._spare: NativeKVCache | None = None
         self._verification: DraftVerification | None = None
@@ -242,7 +241,7 @@ class NativeDecoder(PackedModel, Decoder):
             self.info.num_layers,
             self.head,
             self.screen,
-            self._norm,
+            self.norm_address,
             added or abi.NULL,
             abi.tensor(self._logits),
             abi.longs(tokens),
@@ -302,7 +301,7 @@ class NativeDecoder(PackedModel, Decoder):
 
     def unembed(self, normed: Tensor) -> Tensor:
         logits = self.product(self.head, normed, None)[:, : self.info.vocab_size]
-        return logits if self._logit_scale == 1.0 else logits * self._logit_scale
+        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     def logits(self, x: Tensor) -> Tensor:
         return self.product(self.head, x, self.norm_address)[:, : self.info.vocab_size]
@@ -331,51 +330,6 @@ class NativeDecoder(PackedModel, Decoder):
             int(into is not None),
         )
         return y
-
-    def top(
-        self,
-        head: abi.CData,
-        vocab: int,
-        x: Tensor,
-        count: int,
-        sharpness: float = 1.0,
-        noise: Sequence[Noise] | None = None,
-        token_map: abi.CData | None = None,
-        norm: abi.CData | None = None,
-        normed: bool = False,
-        exact: abi.CData | None = None,
-    ) -> tuple[list[list[int]], list[list[float]]]:
-        """The ``count`` likeliest of ``head``'s ``vocab`` outputs for each row of x [n, d], best
-        first, and their probabilities under softmax(sharpness · logits). noise[i]: added to the
-        logits of row i, that of the outputs' tokens, int64 [vocab] at token_map (None: the first
-        ones). norm: of the norm before the head (None: the model's). normed:
-        x has passed its norm already. exact: what ``head`` is a quantised copy of, bf16
-        [vocab, d], which has the last word on the likeliest; None: nothing has.
-        """
-        added = None if noise is None else abi.noise_of(noise)
-        if normed and self._logit_scale != 1.0:
-            x = x * self._logit_scale
-        x, n = x.contiguous(), len(x)
-        logits = abi.floats_for(n, head.outputs)
-        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
-        self._library.mr_head_top(
-            self._work,
-            head,
-            abi.NULL if normed else abi.at(norm) if norm else self._norm,
-            self.eps,
-            abi.tensor(x),
-            n,
-            vocab,
-            added or abi.NULL,
-            abi.at(token_map),
-            abi.at(exact),
-            count,
-            sharpness,
-            abi.tensor(logits),
-            abi.longs(ids),
-            abi.floats(probs),
-        )
-        return ids.tolist(), probs.tolist()
 
     def likeliest(self, logits: Tensor, count: int) -> tuple[list[list[int]], list[list[float]]]:
         n, vocab = logits.shape

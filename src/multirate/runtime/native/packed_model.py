@@ -57,8 +57,8 @@ class PackedModel:
         self.head_dim = head_dim(config)
         self.heads, self.kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.norm_weight = self._family.norm_weight(parts.norm)
-        self._logit_scale = parts.logit_scale  # in the weights of the norm that the head reads by
-        self.norm_address = self._owner.floats(self.norm_weight * self._logit_scale)
+        self.logit_scale = parts.logit_scale  # in the weights of the norm that the head reads by
+        self.norm_address = self._owner.floats(self.norm_weight * self.logit_scale)
         self.head_weight, self.head_bias = (
             weight_of(parts.head),
             getattr(parts.head, "bias", None),

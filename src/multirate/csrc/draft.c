@@ -1,8 +1,8 @@
 // Draft trees: what a stream says of its nodes grows a tree of tokens, level by level.
-#include "draft.h"
+#include "drafts.h"
 
-#include "head.h"
-#include "lookup.h"
+#include "heads.h"
+#include "texts.h"
 
 typedef struct {
     double path_probability, own; // own: before calibration

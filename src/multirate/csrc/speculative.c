@@ -1,8 +1,8 @@
 // Rounds: draft, verify, accept, and move the accepted path into place. It is one call if tokens
 // are the argmax of the logits, with or without noise; otherwise the caller chooses the tokens
 // between two calls.
-#include "draft.h"
-#include "head.h"
+#include "drafts.h"
+#include "heads.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {

@@ -1,7 +1,7 @@
 // Reads records into memory slots without an interpreter. experts/reads.py has the contract. Either
 // threads read, or the caller starts reads that the system completes (async_reads.c), which takes
 // no core from computing.
-#include "reads.h"
+#include "records.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -16,47 +16,6 @@
 #define READS_CLOCK CLOCK_REALTIME // what condition variables wait by elsewhere
 #endif
 
-int take_next(Reads *r) {
-    int best = -1;
-    for (int i = 0; i < r->queue_count; i++) {
-        const Read *one = &r->reads[r->queue[i]],
-                   *other = best < 0 ? NULL : &r->reads[r->queue[best]];
-        if (!other || one->demanded > other->demanded ||
-            (one->demanded == other->demanded && one->order < other->order))
-            best = i;
-    }
-    if (best < 0)
-        return -1;
-    int slot = r->queue[best];
-    r->queue[best] = r->queue[--r->queue_count];
-    r->queued_demands -= r->reads[slot].demanded;
-    return slot;
-}
-
-void enqueue(Reads *r, int slot) {
-    r->reads[slot].state = READ_QUEUED;
-    r->queued_demands += r->reads[slot].demanded;
-    r->queue[r->queue_count++] = slot;
-}
-
-int chunk_read(Reads *r, int slot, int32_t status) {
-    Read *one = &r->reads[slot];
-    int over = status || one->done >= r->size;
-    if (!over && one->unwanted) {
-        status = ECANCELED;
-        over = 1;
-    }
-    if (over) {
-        one->status = status;
-        one->ended = seconds_now();
-        one->state = READ_ENDED;
-        r->ended[r->ended_count++] = slot;
-    } else if (!one->demanded && r->queued_demands) {
-        enqueue(r, slot); // gives way; goes on from here later
-    }
-    return over;
-}
-
 // Until *count is not zero, `patience` seconds at most.
 static void look_for(atomic_int *count, double patience) {
     double until = seconds_now() + patience;
@@ -67,7 +26,7 @@ static void look_for(atomic_int *count, double patience) {
 
 // One chunk, past the mutex. Returns its bytes, or 0 with *status set.
 static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int32_t *status) {
-    int64_t want = r->size - done < r->chunk ? r->size - done : r->chunk, got = 0;
+    int64_t want = chunk_at(r, done), got = 0;
     while (got < want) {
         ssize_t n = pread(r->fd, r->base + (size_t)slot * r->size + done + got,
                           (size_t)(want - got), offset + done + got);

@@ -12,11 +12,11 @@ enum { EVENT_COMPUTE, EVENT_DEMAND, EVENT_SPECULATIVE, EVENT_STALL, EVENT_PREDIC
 // A key is row · experts + expert, row that of the store's layers.
 typedef struct {
     int32_t state, key;
-    int32_t fresh;           // loaded ahead, not used yet
-    int32_t demanded, early; // its load: needed now, and predicted before that
-    int32_t deadline;        // the row that a load was predicted for, in pass
-    int64_t load_token, token,
-        when; // token: the pass that used or loaded it last; when: number of its last use
+    int32_t fresh;                   // loaded ahead, not used yet
+    int32_t demanded, early;         // its load: needed now, and predicted before that
+    int32_t deadline;                // the row that a load was predicted for, in pass
+    int64_t load_token, token, when; // token: the pass that used or loaded it last; when: number
+                                     // of its last use
 } Slot;
 
 typedef struct {

@@ -2,8 +2,7 @@
 #include "../include/experts.h"
 #include "../layers.h"
 
-#define FEW_ROWS                                                                                   \
-    4 // a router or a low-rank product of these is done before another thread has begun
+#define FEW_ROWS 4 // a router of these is done before another thread has begun
 
 // What the row-th router chooses for x [n, hidden], which it reads through RMSNorm, to->normed: the
 // likeliest experts first (ties: lower id), their weights softmax over all experts, or over the

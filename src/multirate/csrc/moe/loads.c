@@ -6,7 +6,7 @@
 #include <pthread.h>
 #include <string.h>
 
-#include "../io/reads.h"
+#include "../io/records.h"
 
 #define PATIENCE 0.1 // seconds of waiting for a read after which the interpreter may look at Ctrl-C
 

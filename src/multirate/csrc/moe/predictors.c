@@ -6,9 +6,8 @@
 #include <string.h>
 
 #define MOST_AHEAD_ROWS 8
-#define STREAM_ROWS                                                                                \
-    16 // the most for which the accelerated stream runs: a longer call needs most experts anyway
-#define RANKS 1024 // chances are told apart by hundredths, up to this many of them
+#define STREAM_ROWS 16 // at most for the stream: a longer call needs most experts anyway
+#define RANKS 1024     // chances are told apart by hundredths, up to this many of them
 #define FILTER_DECAY 0.99
 #define FILTER_PRIOR 2.0 // right of as many: a rank that nothing is known of is trusted
 

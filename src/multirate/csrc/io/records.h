@@ -1,6 +1,6 @@
 // Reads of records from a file into slots: those that wait, run or have ended.
-#ifndef MULTIRATE_READS_H
-#define MULTIRATE_READS_H
+#ifndef MULTIRATE_RECORDS_H
+#define MULTIRATE_RECORDS_H
 #include <pthread.h>
 #include <time.h>
 
@@ -35,6 +35,11 @@ struct Reads {
     pthread_t handles[16];
     Async *async; // or NULL: threads read
 };
+
+// Bytes of the chunk behind `done` ones of a record.
+static inline int64_t chunk_at(const Reads *r, int64_t done) {
+    return r->size - done < r->chunk ? r->size - done : r->chunk;
+}
 
 // The next read of the queue: demands in their order, then predictions in theirs. -1: none.
 int take_next(Reads *r);

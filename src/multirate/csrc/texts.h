@@ -1,6 +1,6 @@
 // Drafts that continue what the text, or another one, had before (lookup.c).
-#ifndef MULTIRATE_LOOKUP_H
-#define MULTIRATE_LOOKUP_H
+#ifndef MULTIRATE_TEXTS_H
+#define MULTIRATE_TEXTS_H
 #include "include/speculate.h"
 
 // Nodes of a draft at most, trusted ones included.

@@ -1,6 +1,6 @@
 // Levels of a draft (stream.c), and whole trees (draft.c).
-#ifndef MULTIRATE_DRAFT_H
-#define MULTIRATE_DRAFT_H
+#ifndef MULTIRATE_DRAFTS_H
+#define MULTIRATE_DRAFTS_H
 #include "include/speculate.h"
 #include "layers.h"
 

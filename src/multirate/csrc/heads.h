@@ -1,7 +1,7 @@
 // Logits of a head's copies: the best token by one in 8 bits (screen.c), and what a quantised one
 // drafts with (head.c).
-#ifndef MULTIRATE_HEAD_H
-#define MULTIRATE_HEAD_H
+#ifndef MULTIRATE_HEADS_H
+#define MULTIRATE_HEADS_H
 #include "workspace.h"
 
 // Upper bounds of what `head` says of rows x [count, inputs], after `norm` where there is one: to

@@ -17,7 +17,7 @@ from multirate.runtime.noise import Noise
 from multirate.runtime.rows import Rows
 
 from .harness import bf16_values, linear, pointer, randn, selection
-from .test_experts import EPS, EXPERTS, INNER, WIDTH, routing
+from .test_experts import EPS, EXPERTS, INNER, WIDTH, route, routing
 from .test_layers import CASES, HIDDEN, Case
 from .test_packing import packed
 from .test_quantised import product, random_blocks
@@ -158,18 +158,7 @@ def test_routers_experts_and_what_they_add(kind: str) -> None:
         normed, logits = torch.empty(rows, WIDTH), torch.empty(rows, padded(EXPERTS))
         ids, weights = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
         router, outputs = owner.linear(selection(EXPERTS, WIDTH)), (normed, logits, ids, weights)
-        kernel.mr_route(
-            workspace.address,
-            router,
-            pointer(norm),
-            EPS,
-            pointer(x),
-            rows,
-            EXPERTS,
-            k,
-            0,
-            *map(pointer, outputs),
-        )
+        route(workspace, router, norm, x, k, False, outputs)
         gate, up = (selection(INNER, WIDTH, seed=i) for i in (1, 2))
         expert = abi.new(
             "Expert",
@@ -223,14 +212,15 @@ def test_pruned_experts(kind: str) -> None:
         residual, found = KINDS[kind](rows, WIDTH, seed=5), torch.empty(2, rows, WIDTH)
         kernel.mr_predict_residual(
             workspace.address,
-            *sites,
-            pair,
+            abi.ffi.new("LowRank *[]", sites),
+            abi.ffi.new("PrunedPair *[]", [pair] * 2),
+            2,
             *chosen,
             pointer(residual),
             abi.NULL,
             rows,
-            pointer(found[0]),
-            pointer(found[1]),
+            2,
+            abi.ffi.new("float *[]", [abi.tensor(one) for one in found]),
         )
         return [x, found]
 

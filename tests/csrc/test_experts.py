@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +35,38 @@ def close(found: torch.Tensor, exact: torch.Tensor, share: float = 0.01) -> bool
     return bool((found - exact).norm() <= share * exact.norm())
 
 
+def route(
+    workspace: library.Workspace,
+    router: abi.CData,
+    norm: torch.Tensor,
+    x: torch.Tensor,
+    k: int,
+    normalise: bool,
+    outputs: Sequence[torch.Tensor],
+) -> None:
+    """mr_route of one router over x [N, d]. outputs: normed, logits, ids and weights."""
+    routers = abi.ffi.new("Linear *[]", [router])
+    norms = abi.ffi.new("float *[]", [abi.tensor(norm)])
+    names = ("normed", "logits", "ids", "weights")
+    library.kernel().mr_route(
+        workspace.address,
+        abi.new(
+            "Routers",
+            routers=routers,
+            norms=norms,
+            eps=EPS,
+            experts=EXPERTS,
+            top_k=k,
+            normalise=int(normalise),
+            hidden=x.shape[1],
+        ),
+        0,
+        pointer(x),
+        len(x),
+        abi.new("RoutedRows", **dict(zip(names, map(abi.tensor, outputs), strict=True))),
+    )
+
+
 @pytest.mark.parametrize("rows", [1, 4, 5, 61])
 @pytest.mark.parametrize("normalise", [False, True])
 def test_route(rows: int, normalise: bool) -> None:
@@ -42,20 +75,8 @@ def test_route(rows: int, normalise: bool) -> None:
     norm = torch.rand(WIDTH, generator=torch.Generator().manual_seed(2)) + 0.5
     normed, logits = torch.empty(rows, WIDTH), torch.empty(rows, padded(EXPERTS))
     ids, weights = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
-    outputs = [pointer(one) for one in (normed, logits, ids, weights)]
-    packed = owner.linear(router)
-    library.kernel().mr_route(
-        workspace.address,
-        packed,
-        pointer(norm),
-        EPS,
-        pointer(x),
-        rows,
-        EXPERTS,
-        k,
-        normalise,
-        *outputs,
-    )
+    outputs = (normed, logits, ids, weights)
+    route(workspace, owner.linear(router), norm, x, k, normalise, outputs)
     exact_normed, _, _ = reference.route(x.double(), router.double(), norm.double(), EPS, k, True)
     assert close(normed, exact_normed, 1e-5)
     assert close(logits[:, :EXPERTS], exact_normed @ router.double().T)
@@ -71,11 +92,8 @@ def test_of_equally_likely_experts_the_lowest_comes_first() -> None:
     router, x = torch.zeros(EXPERTS, WIDTH), randn(1, WIDTH)
     normed, logits = torch.empty(1, WIDTH), torch.empty(1, padded(EXPERTS))
     ids, weights = torch.empty(1, 2, dtype=torch.int64), torch.empty(1, 2)
-    outputs = [pointer(one) for one in (normed, logits, ids, weights)]
-    packed, norm = owner.linear(router), torch.ones(WIDTH)
-    library.kernel().mr_route(
-        workspace.address, packed, pointer(norm), EPS, pointer(x), 1, EXPERTS, 2, 0, *outputs
-    )
+    outputs = (normed, logits, ids, weights)
+    route(workspace, owner.linear(router), torch.ones(WIDTH), x, 2, False, outputs)
     assert ids.tolist() == [[0, 1]]
     assert weights.tolist()[0] == pytest.approx([1 / EXPERTS] * 2)
 
@@ -190,8 +208,9 @@ def test_predict_residual(rows: int, state: bool) -> None:
     ones, found = torch.ones(WIDTH), [torch.empty(rows, WIDTH) for _ in range(2)]
     library.kernel().mr_predict_residual(
         workspace.address,
-        *sites,
-        pair,
+        abi.ffi.new("LowRank *[]", sites),
+        abi.ffi.new("PrunedPair *[]", [pair] * 2),
+        2,
         pointer(ids),
         pointer(weights),
         k,
@@ -200,8 +219,8 @@ def test_predict_residual(rows: int, state: bool) -> None:
         pointer(residual),
         pointer(before),
         rows,
-        pointer(found[0]),
-        pointer(found[1]),
+        2,
+        abi.ffi.new("float *[]", [abi.tensor(one) for one in found]),
     )
     for result, out, up in zip(found, b, (near, far), strict=True):
         exact = reference.predicted_residual(
@@ -279,22 +298,11 @@ def test_records_are_read_into_their_slots(tmp_path: Path, threads: int) -> None
             pytest.skip("the system reads no files asynchronously")
         for slot in range(slots):
             kernel.mr_reads_submit(reads, slot, (slots - 1 - slot) * size, slot, slot % 2)
-        ended, status = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
-        counts, times = np.zeros(slots, np.int64), np.zeros((2, slots))
-        left = slots
+        ended, left = abi.ffi.new("EndedRead[]", slots), slots
         while left:
-            left -= (
-                count := kernel.mr_reads_ended(
-                    reads,
-                    5.0,
-                    abi.ints(ended),
-                    abi.ints(status),
-                    abi.longs(counts),
-                    abi.doubles(times[0]),
-                    abi.doubles(times[1]),
-                )
-            )
-            assert count and not status[:count].any() and (counts[:count] == size).all()
+            left -= (count := kernel.mr_reads_ended(reads, 5.0, ended))
+            assert count
+            assert all(one.status == 0 and one.bytes == size for one in ended[0:count])
         kernel.mr_reads_close(reads)
     begin = base - memory.ctypes.data
     found = memory[begin : begin + slots * size].reshape(slots, size)

@@ -229,7 +229,7 @@ def test_the_likeliest_tokens_are_the_heads_own(k: int, vocab: int, spread: floa
             capacity=64,
         )
         emitted = library.kernel().mr_verify_draft(
-            workspace.address, step, 0, rows - 1, 1, k, abi.longs(best), abi.ints(path)
+            workspace.address, step, rows - 1, 1, k, abi.longs(best), abi.ints(path)
         )
         found.append((best.tolist(), ids[:emitted].tolist(), path[:emitted].tolist()))
     assert found[0] == found[1]

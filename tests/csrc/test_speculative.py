@@ -26,7 +26,7 @@ from multirate.runtime.fused import DraftShape, Growth, Lookups
 from multirate.runtime.native import NativeDecoder, abi, library
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
-from multirate.runtime.native.fused_steps import FusedSteps
+from multirate.runtime.native.fused_steps import FusedSteps, run_together
 from multirate.runtime.native.packing import Owner
 from multirate.runtime.rows import Rows
 
@@ -169,7 +169,7 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
     emitted = [token]
     while len(emitted) < 40:
         draft = index.look_up([*prompt, *emitted], 6)[0]
-        done = steps.run(Growth(6))
+        done = run_together([steps], [Growth(6)])[0]
         agreed = 0
         while agreed < len(draft) and draft[agreed] == done.tokens[agreed]:
             agreed += 1
@@ -206,9 +206,8 @@ def tree_by_parts(
     outputs = {0: logits_of([token], Rows.causal(0, length, 1))}
     frontier = [0]
     while frontier and depth:
-        found, probs = decoder.top(
-            decoder.head, VOCAB, torch.cat([outputs[node] for node in frontier]), top
-        )
+        rows_of = torch.cat([outputs[node] for node in frontier])
+        found, probs = head_of(decoder).top(rows_of, top)
         if min_probability:  # a chain: what is too unlikely ends it
             assert width == top == 1
             if probs[0][0] < min_probability:
@@ -277,7 +276,7 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             np.full(nodes, chosen["draft_threshold"]),
             np.full(nodes, chosen["verify_threshold"]),
         )
-        done = steps.run(growth)
+        done = run_together([steps], [growth])[0]
         assert (steps.nodes().tokens, steps.nodes().parents) == (tokens, parents)
         assert done.tokens == emitted
         expected = plain(decoder, prompt, 1 + len(emitted))
@@ -311,7 +310,7 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(temperature: fl
     steps.enter(0, [expected[0]])
     accepted = 0
     while len(sampler.tokens[0]) < len(prompt) + 40:
-        done = steps.run(Growth(4))
+        done = run_together([steps], [Growth(4)])[0]
         cache.commit(0, len(done.tokens))
         sampler.tokens[0] += done.tokens
         accepted += len(done.tokens) - 1
@@ -345,12 +344,11 @@ def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
     while len(sampler.tokens[0]) < len(prompt) + 50:
         copied = by_match[steps.look_up(1)[1]]
         growth = Growth(4, deepest=9) if copied < 0 else Growth(0, deepest=copied, stream=False)
-        done = steps.run(growth)
+        done = run_together([steps], [growth])[0]
         cache.commit(0, len(done.tokens))
         sampler.tokens[0] += done.tokens
-        draft, step = steps.nodes(), steps.step
+        draft = steps.nodes()
         assert len(draft.tokens) == len(draft.parents) == done.drafted
-        assert step.accepted_drafted + step.accepted_continued <= len(done.tokens) - 1
         assert draft.drafted + draft.continued <= done.drafted
         accepted += len(done.tokens) - 1
     got = sampler.tokens[0][len(prompt) :]
@@ -458,4 +456,4 @@ def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     steps.enter(0, [token], text=[*prompt, token])
     embedding_of(decoder)[token] = torch.nan
     with pytest.raises(UserError, match="not finite"):
-        steps.run(Growth(3))
+        run_together([steps], [Growth(3)])

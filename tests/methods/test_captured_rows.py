@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime.tape_recorder import TapeRecorder
+from runtime.tape_recorder import EagerRecorder, TapeRecorder
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from multirate.decoding.loop import generate
@@ -27,7 +27,6 @@ from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find, find_training
 from multirate.runtime.cuda.captured_rows import GraphedRows
 from multirate.runtime.cuda.decoder import GraphedDecoder
-from multirate.runtime.cuda.recorder import EagerRecorder
 from multirate.runtime.cuda.static_cache import seen_slots
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.rows import Rows

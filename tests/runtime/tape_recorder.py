@@ -43,6 +43,13 @@ class _Tape(TorchDispatchMode):
         return out
 
 
+class EagerRecorder:
+    """Runs the function itself each time: the static-shape code without graphs."""
+
+    def capture(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        return function
+
+
 class TapeRecorder:
     """capture() notes every tensor operation of one run; a replay does them again on the tensors of
     that run.

@@ -20,14 +20,13 @@ from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine
 from multirate.runtime.cuda import decoder as cuda_graphs
 from multirate.runtime.cuda.decoder import GraphedDecoder
-from multirate.runtime.cuda.recorder import EagerRecorder
 from multirate.runtime.cuda.static_cache import LEAST_CAPACITY, StaticKVCache
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.kv_cache import KVCache, LayerKV
 from multirate.runtime.load import own_layers_decoder
 from multirate.runtime.rows import Rows
 
-from .tape_recorder import TapeRecorder
+from .tape_recorder import EagerRecorder, TapeRecorder
 from .test_adapters import LinearAdapter
 from .tiny_models import MOE, NAMES, VOCAB, prompts, tiny_model
 

@@ -265,10 +265,6 @@ def test_backends_are_chosen_by_what_native_supports(monkeypatch: pytest.MonkeyP
         def supports(model: Any) -> str | None:
             return None if model.config.model_type == "llama" else "its layers are not Llama-like"
 
-        @staticmethod
-        def say_fallback(reason: str) -> None:
-            """What the native decoder says of a missing kernel: nothing here."""
-
     monkeypatch.setattr(load, "NativeDecoder", Picky)
     assert type(load_decoder(tiny_model("llama"))) is Picky
     assert type(load_decoder(tiny_model("llama"), "native")) is Picky

@@ -7,7 +7,7 @@
 //   edges:   from, token, to, next (of the same state, or -1)     [EDGES(room)] each
 //   table:   open addressing from (state, token) to an edge, or -1 [slots(room)]
 // Edges of a state are chained for copies of states, and hashed for everything else.
-#include "automaton.h"
+#include "texts.h"
 #include <string.h>
 
 #define MAX_NESTED                                                                                 \

@@ -1,8 +1,8 @@
 // Draft trees: what a stream says of its nodes grows a tree of tokens, level by level.
-#include "draft.h"
+#include "drafts.h"
 
-#include "head.h"
-#include "lookup.h"
+#include "heads.h"
+#include "texts.h"
 
 typedef struct {
     double path_probability, own; // own: before calibration
@@ -24,8 +24,7 @@ static void sort_candidates(Candidate *c, int count) {
 // A tree that grows. Node 0 is the last token.
 typedef struct {
     SpeculativeStep *step;
-    const DraftLimits *limits;
-    int length, n; // committed tokens; nodes so far
+    int n; // nodes so far
     double path_probability[MAX_NODES + 1];
     int32_t depth[MAX_NODES + 1];
     int32_t levels[MAX_NODES + 1]; // depth without trusted nodes
@@ -36,12 +35,11 @@ typedef struct {
     int32_t frontier[MAX_NODES + 1]; // nodes to draft from, [front], whose logits are rows …
     int front, at;                   // … [at, at + front) of the level's
     int ran;                         // nodes that the stream has run, the last token among them
-    int refreshes;                   // whether refreshed rows run beside the last token
 } Tree;
 
 // Nodes that it may have: trusted ones come on top.
 static int node_budget(const Tree *t) {
-    int wanted = t->limits->nodes + t->trusted, capacity = node_capacity(t->limits);
+    int wanted = t->step->limits->nodes + t->trusted, capacity = node_capacity(t->step->limits);
     return wanted < capacity ? wanted : capacity;
 }
 
@@ -100,7 +98,7 @@ void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count
 
 // Whether the best token of the stream's output, of this probability, is emitted unverified.
 static int passes(Tree *t, const float *output, float probability) {
-    const Trust *trust = t->limits->trust;
+    const Trust *trust = t->step->limits->trust;
     double score = (double)probability;
     if (!trust)
         return 0;
@@ -116,12 +114,12 @@ static int passes(Tree *t, const float *output, float probability) {
 // While the draft is a chain: tokens of the text's own continuation, where that is worth more than
 // going on with the stream, whose best token is `best`. Adds them; returns how many.
 static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
-    const NgramLimits *ngram = &t->limits->ngram;
+    const NgramLimits *ngram = &t->step->limits->ngram;
     SpeculativeStep *step = t->step;
     Text *text = &step->text;
     int64_t found[MAX_NODES];
     int n = t->n, budget = node_budget(t), following = 0;
-    int most = (budget < t->limits->deepest ? budget : t->limits->deepest) - n;
+    int most = (budget < t->step->limits->deepest ? budget : t->step->limits->deepest) - n;
     if (n)
         text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
     int matched = mr_look_up(text, n, ngram->longest, most, found);
@@ -129,8 +127,8 @@ static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
     if (matched && most > 0 && (agrees || !trusted)) { // else nothing else can follow
         double first = agrees ? ngram->first_accepted[matched] : ngram->first_against[matched];
         following =
-            worth_continuing(t->limits, trusted ? 1.0 : first, ngram->next_accepted[matched], most,
-                             t->path_probability[n], trusted ? 1.0 : own, n);
+            worth_continuing(t->step->limits, trusted ? 1.0 : first, ngram->next_accepted[matched],
+                             most, t->path_probability[n], trusted ? 1.0 : own, n);
     }
     if (!following)
         return 0;
@@ -144,7 +142,7 @@ static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
 // become nodes to draft from, the others leaves. Returns how many nodes; they are the new frontier.
 static int grow(Tree *t, float *logits, int count) {
     SpeculativeStep *step = t->step;
-    const DraftLimits *limits = t->limits;
+    const DraftLimits *limits = t->step->limits;
     const int64_t *token_map = step->token_map;
     int vocab = step->draft_vocab, k = limits->top < vocab ? limits->top : vocab;
     int64_t best[MAX_CANDIDATES * MAX_CANDIDATES];
@@ -231,10 +229,10 @@ typedef struct {
     float *x, *carry, *logits;
 } Levels;
 
-static Levels room_for_levels(Workspace *work, const Part *parts, int count) {
-    const SpeculativeStep *step = parts->step;
+static Levels room_for_levels(Workspace *work, SpeculativeStep *const *steps, int count) {
+    const SpeculativeStep *step = steps[0];
     size_t rows = MAX_ROWS * (size_t)step->stream->shape->hidden,
-           logits = (size_t)count * parts->limits->width * step->draft_head->outputs;
+           logits = (size_t)count * steps[0]->limits->width * step->draft_head->outputs;
     work->levels = grown(work->levels, (2 * rows + logits) * sizeof *work->levels);
     return (Levels){work->levels, work->levels + rows, work->levels + 2 * rows};
 }
@@ -243,24 +241,13 @@ static float *hidden_of(const SpeculativeStep *step, int node) {
     return step->hidden + (size_t)node * step->stream->shape->hidden;
 }
 
-static Surroundings surroundings_of(const SpeculativeStep *step, float *logits) {
-    return (Surroundings){.caches = step->caches,
-                          .block_cache = step->block_cache,
-                          .capacity = step->capacity,
-                          .block_capacity = step->block_capacity,
-                          .head = logits ? step->draft_head : NULL,
-                          .head_norm = step->draft_norm,
-                          .logits = logits,
-                          .head_eps = step->stream->shape->eps};
-}
-
 // Adds a row of a sequence; carried: what it carries. fresh: of the node whose residuals are kept.
 static void add_row(Together *level, const Levels *room, const Tree *t, int slot, int pos,
                     int64_t bits, int64_t id, const float *carried, int fresh) {
     int r = level->count++, d = t->step->stream->shape->hidden;
     int committed = fresh < 0; // a row of the text
-    set_row(&level->table, r, t->step->sequence, slot, pos, committed ? slot + 1 : t->length + 1,
-            bits);
+    set_row(&level->table, r, t->step->sequence, slot, pos,
+            committed ? slot + 1 : t->step->length + 1, bits);
     level->ids[r] = id;
     memcpy(room->carry + (size_t)r * d, carried, (size_t)d * sizeof(float));
     if (committed)
@@ -274,7 +261,14 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
                          const Levels *room, float *logits) {
     int d = step->stream->shape->hidden;
     size_t bytes = (size_t)d * sizeof(float);
-    Surroundings around = surroundings_of(step, logits);
+    Surroundings around = {.caches = step->caches,
+                           .block_cache = step->block_cache,
+                           .capacity = step->capacity,
+                           .block_capacity = step->block_capacity,
+                           .head = step->draft_head,
+                           .head_norm = step->draft_norm,
+                           .logits = logits,
+                           .head_eps = step->stream->shape->eps};
     Rows rows = rows_of(&level->table, 0, level->count, step->capacity);
     draft_level(work, step->stream, &around, level->ids, &rows, level->fresh, room->carry, room->x);
     for (int f = 0; f < level->fresh; f++) {
@@ -284,52 +278,38 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
     level->count = level->fresh = 0;
 }
 
-// A sequence's refreshed rows by themselves, where they are many.
-static void refresh_alone(Workspace *work, const Part *part, const Levels *room) {
-    const SpeculativeStep *step = part->step;
-    Surroundings silent = surroundings_of(step, NULL);
-    for (int begin = 0; begin < part->refresh; begin += MAX_ROWS) {
-        int take = part->refresh - begin < MAX_ROWS ? part->refresh - begin : MAX_ROWS;
-        RowTable table;
-        for (int r = 0; r < take; r++) {
-            int slot = part->length - part->refresh + begin + r;
-            set_row(&table, r, step->sequence, slot, slot, slot + 1, 0);
-        }
-        Rows rows = rows_of(&table, 0, take, step->capacity);
-        draft_level(work, step->stream, &silent, part->ids + begin, &rows, 0,
-                    part->carried + (size_t)begin * step->stream->shape->hidden, room->x);
-    }
-}
-
-// The refreshed and the last tokens of parts [first, last).
-static void run_last_tokens(Workspace *work, const Part *parts, const Tree *trees, int first,
-                            int last, const Levels *room) {
-    const SpeculativeStep *step = parts->step;
-    int d = step->stream->shape->hidden;
+// The refreshed and the last tokens of trees [begin, end).
+static void run_last_tokens(Workspace *work, const Tree *trees, int begin, int end,
+                            const Levels *room) {
+    const SpeculativeStep *first = trees->step;
+    int d = first->stream->shape->hidden;
     Together level;
     level.count = level.fresh = 0;
-    for (int s = first; s < last; s++)
-        for (int r = 0; trees[s].refreshes && r < parts[s].refresh; r++) {
-            int slot = parts[s].length - parts[s].refresh + r;
-            add_row(&level, room, &trees[s], slot, slot, 0, parts[s].ids[r],
-                    parts[s].carried + (size_t)r * d, -1);
+    for (int s = begin; s < end; s++) {
+        const SpeculativeStep *step = trees[s].step;
+        for (int r = 0; r < step->refresh; r++) {
+            int slot = step->length - step->refresh + r, id = step->first + r;
+            add_row(&level, room, &trees[s], slot, slot, 0, step->ids[id],
+                    step->carried + (size_t)id * d, -1);
         }
-    for (int s = first; s < last; s++)
-        add_row(&level, room, &trees[s], parts[s].length, parts[s].length, 0,
-                parts[s].ids[parts[s].refresh], parts[s].carried + (size_t)parts[s].refresh * d, 0);
-    run_together(work, step, &level, room,
-                 room->logits + (size_t)first * step->draft_head->outputs);
+    }
+    for (int s = begin; s < end; s++) {
+        const SpeculativeStep *step = trees[s].step;
+        int id = step->first + step->refresh;
+        add_row(&level, room, &trees[s], step->length, step->length, 0, step->ids[id],
+                step->carried + (size_t)id * d, 0);
+    }
+    run_together(work, first, &level, room,
+                 room->logits + (size_t)begin * first->draft_head->outputs);
 }
 
 // The first level of all sequences: as many of them in a pass as fit.
-static void begin_trees(Workspace *work, const Part *parts, Tree *trees, int count,
+static void begin_trees(Workspace *work, SpeculativeStep *const *steps, Tree *trees, int count,
                         const Levels *room) {
     int first = 0, rows = 0;
     for (int s = 0; s < count; s++) {
         Tree *t = &trees[s];
-        t->step = parts[s].step;
-        t->limits = parts[s].limits;
-        t->length = parts[s].length;
+        t->step = steps[s];
         t->n = t->leaf_count = t->trusted = 0;
         t->depth[0] = t->levels[0] = 0;
         t->bits[0] = 0;
@@ -337,18 +317,15 @@ static void begin_trees(Workspace *work, const Part *parts, Tree *trees, int cou
         t->frontier[0] = 0;
         t->front = t->ran = 1;
         t->at = s;
-        t->refreshes = parts[s].refresh + 2 <= MAX_ROWS;
-        if (!t->refreshes)
-            refresh_alone(work, &parts[s], room);
-        int taken = (t->refreshes ? parts[s].refresh : 0) + 2;
+        int taken = steps[s]->refresh + 2;
         if (rows + taken > MAX_ROWS) {
-            run_last_tokens(work, parts, trees, first, s, room);
+            run_last_tokens(work, trees, first, s, room);
             first = s;
             rows = 0;
         }
         rows += taken;
     }
-    run_last_tokens(work, parts, trees, first, count, room);
+    run_last_tokens(work, trees, first, count, room);
 }
 
 // The nodes to draft from, of all sequences: as many in a pass as fit. Returns whether there were
@@ -368,8 +345,8 @@ static int run_frontiers(Workspace *work, Tree *trees, int count, const Levels *
                              room->logits + (size_t)begin * step->draft_head->outputs);
                 begin = rows;
             }
-            add_row(&level, room, t, t->length + node, t->length + t->depth[node], t->bits[node],
-                    t->step->tokens[node - 1], output_of(t->step, parent), node);
+            add_row(&level, room, t, t->step->length + node, t->step->length + t->depth[node],
+                    t->bits[node], t->step->tokens[node - 1], output_of(t->step, parent), node);
         }
         if (t->front)
             t->ran = t->n + 1;
@@ -382,7 +359,7 @@ static int run_frontiers(Workspace *work, Tree *trees, int count, const Levels *
 
 // The leaves that are worth verifying; those and continuations have not run yet.
 static void add_leaves(Tree *t) {
-    const DraftLimits *limits = t->limits;
+    const DraftLimits *limits = t->step->limits;
     sort_candidates(t->leaves, t->leaf_count);
     for (int c = 0; c < t->leaf_count && t->n < node_budget(t); c++) {
         const Candidate *leaf = &t->leaves[c];
@@ -424,8 +401,8 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
                 run_first_layers(work, step, &table, rows, layers, room, to);
                 rows = 0;
             }
-            set_row(&table, rows, t->step->sequence, t->length + node, t->length + t->depth[node],
-                    t->length + 1, t->bits[node]);
+            set_row(&table, rows, t->step->sequence, t->step->length + node,
+                    t->step->length + t->depth[node], t->step->length + 1, t->bits[node]);
             memcpy(room->x + (size_t)rows * d, x, (size_t)d * sizeof(float));
             to[rows++] = x;
         }
@@ -434,14 +411,14 @@ static void run_leaves(Workspace *work, const Tree *trees, int count, const Leve
         run_first_layers(work, step, &table, rows, layers, room, to);
 }
 
-void draft_trees(Workspace *work, const Part *parts, int count) {
-    const SpeculativeStep *first = parts->step;
-    Levels room = room_for_levels(work, parts, count);
+void draft_trees(Workspace *work, SpeculativeStep *const *steps, int count) {
+    const SpeculativeStep *first = steps[0];
+    Levels room = room_for_levels(work, steps, count);
     work->trees = grown(work->trees, (size_t)count * sizeof(Tree));
     Tree *trees = work->trees;
-    begin_trees(work, parts, trees, count, &room);
+    begin_trees(work, steps, trees, count, &room);
     for (int s = 0; s < count; s++)
-        if (parts[s].limits->depth <= 0)
+        if (steps[s]->limits->depth <= 0)
             trees[s].front = 0;
     do {
         for (int s = 0; s < count; s++) {

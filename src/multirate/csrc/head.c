@@ -1,7 +1,5 @@
 // From tokens to residuals and back: embeddings, the best tokens, a whole pass to the argmax.
-#include "head.h"
-
-#include "screen.h"
+#include "heads.h"
 #include "threads.h"
 
 void mr_embed(const Table *table, const int64_t *ids, int count, int d, float scale, float *x) {

@@ -1,8 +1,7 @@
 // What followed the end of the text when it occurred before [prompt lookup, Saxena 2023], or in
 // other texts [REST, He et al. 2023], and whether a draft continues with it. TextIndex, GivenTexts
 // (decoding/speculate/given_texts.py) and DraftTree are the same in Python; tests compare the two.
-#include "lookup.h"
-#include "automaton.h"
+#include "texts.h"
 
 // What followed place `at` of a text of `count` tokens, going round at its end.
 static void copy_following(const int32_t *text, int count, int at, int most, int64_t *to) {

@@ -2,7 +2,6 @@
 // threads. Each layout is drawn in the file that reads it (docs/kernel.md, Layouts).
 #include "threads.h"
 #include "weights/blocks.h"
-#include "weights/quantise.h"
 
 typedef struct {
     const Unpacked *from;

@@ -8,7 +8,7 @@
 //
 // The norms of the weights are computed once, those of a row together with its copy. The head
 // itself rounds as well: its 16-bit rows (fixed_point.c) are off by at most ‖x‖ √inputs / 64000.
-#include "screen.h"
+#include "heads.h"
 
 #include "gemm.h"
 #include "shares.h"

@@ -1,8 +1,8 @@
-// A round of one sequence: draft, verify, accept, and move the accepted path into place. It is one
-// call if tokens are the argmax of the logits, with or without noise; otherwise the caller chooses
-// the tokens between two calls.
-#include "draft.h"
-#include "screen.h"
+// Rounds: draft, verify, accept, and move the accepted path into place. It is one call if tokens
+// are the argmax of the logits, with or without noise; otherwise the caller chooses the tokens
+// between two calls.
+#include "drafts.h"
+#include "heads.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {
@@ -69,8 +69,9 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified 
 }
 
 // Without the stream: what the text's last tokens were followed by before is the draft.
-static int draft_from_text(SpeculativeStep *step, const DraftLimits *limits, int64_t last_token) {
+static int draft_from_text(SpeculativeStep *step) {
     const Stream *stream = step->stream;
+    const DraftLimits *limits = step->limits;
     Text *text = &step->text;
     int most = limits->deepest, d = stream->shape->hidden;
     text->matched = mr_look_up(text, 0, limits->ngram.longest, most, step->tokens);
@@ -81,15 +82,15 @@ static int draft_from_text(SpeculativeStep *step, const DraftLimits *limits, int
             step->confidence[i] = -1.0;
     }
     text->continued = n;
-    embed(stream, &last_token, 1, step->hidden);
+    embed(stream, step->ids + step->first + step->refresh, 1, step->hidden);
     embed(stream, step->tokens, n, step->hidden + d);
     return n;
 }
 
-// The rows that verify a draft of `nodes`; returns how many levels it has.
-static int verification_rows(const SpeculativeStep *step, int length, int nodes, RowTable *table) {
+// The rows that verify a draft; returns how many levels it has.
+static int verification_rows(const SpeculativeStep *step, RowTable *table) {
     int32_t depth[MAX_NODES + 1];
-    int chain = 1, levels = 0;
+    int length = step->length, nodes = step->drafted, chain = 1, levels = 0;
     set_row(table, 0, step->sequence, length, length, length + 1, 0);
     depth[0] = 0;
     for (int node = 1; node <= nodes; node++) {
@@ -111,64 +112,52 @@ static int verification_rows(const SpeculativeStep *step, int length, int nodes,
 
 // Drafts into the steps; those whose stream drafts come first. Returns the layer that the rows
 // enter which verify them.
-static int draft(Workspace *work, const Part *parts, int count) {
-    const Stream *stream = parts->step->stream;
+static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
+    const Stream *stream = steps[0]->stream;
     double begin = seconds_now();
     int streaming = 0;
     for (int s = 0; s < count; s++) {
-        SpeculativeStep *step = parts[s].step;
+        SpeculativeStep *step = steps[s];
         Text *text = &step->text;
         text->drafted = text->continued = text->matched = 0;
         step->best = -1;
         step->trusted = step->unverified = 0;
-        streaming += step->draft_head && parts[s].limits->stream;
+        streaming += step->draft_head && step->limits->stream;
     }
     if (streaming)
-        draft_trees(work, parts, streaming);
+        draft_trees(work, steps, streaming);
     int start = streaming ? entering_layer(stream) : 0;
     for (int s = streaming; s < count; s++) {
-        SpeculativeStep *step = parts[s].step;
+        SpeculativeStep *step = steps[s];
         RowTable table;
-        step->drafted = draft_from_text(step, parts[s].limits, parts[s].ids[parts[s].refresh]);
+        step->drafted = draft_from_text(step);
         if (!start)
             continue;
-        verification_rows(step, parts[s].length, step->drafted, &table);
+        verification_rows(step, &table);
         Rows rows = rows_of(&table, 0, step->drafted + 1, step->capacity);
         mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &rows, step->hidden, 0,
                   start);
     }
     double taken = seconds_now() - begin;
     for (int s = 0; s < count; s++)
-        parts[s].step->draft_seconds = taken;
+        steps[s]->draft_seconds = taken;
     work->spent[SPENT_DRAFT] += taken;
     return start;
 }
 
-// step->ids [first, first + count) enter.
-static Part part_of(SpeculativeStep *step, const DraftLimits *limits, int length, int first,
-                    int count) {
-    const float *carried = step->carried;
-    if (carried)
-        carried += (size_t)first * step->stream->shape->hidden;
-    return (Part){step, limits, length, count - 1, step->ids + first, carried};
-}
-
-void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
-                           const int64_t *tokens, int count) {
+void mr_speculative_accept(SpeculativeStep *step, const int32_t *path, const int64_t *tokens,
+                           int count) {
     const Shape *shape = step->stream->shape;
     Text *text = &step->text;
     int32_t from[MAX_NODES + 1], to[MAX_NODES + 1];
     int d = shape->hidden;
-    step->accepted_drafted = step->accepted_continued = 0;
     for (int i = 0; i < count; i++) {
         int node = path[i];
-        from[i] = length + node;
-        to[i] = length + i;
+        from[i] = step->length + node;
+        to[i] = step->length + i;
         step->ids[i] = tokens[i];
         if (text->tokens)
             text->tokens[text->count++] = (int32_t)tokens[i];
-        step->accepted_drafted += node > 0 && node <= text->drafted;
-        step->accepted_continued += node > text->drafted && node <= text->drafted + text->continued;
         if (step->carried)
             memcpy(step->carried + (size_t)i * d, step->hidden + (size_t)node * d,
                    (size_t)d * sizeof(float));
@@ -178,24 +167,17 @@ void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *pat
                 step->sequence, from, to, count);
 }
 
-// What is carried of the rows takes the place of h_L, or is added to it.
-static void carry_features(Workspace *work, const SpeculativeStep *step, int count, Verified to) {
-    if (step->stream->tap_count)
-        mr_linear(work, &step->stream->features, to.features, NULL, 0.0f, count, to.hidden,
-                  step->stream->features_added);
-}
-
 // to.hidden: residuals that enter layer `start` → what is carried of the rows; to.logits: what the
 // model says after each, or, with a screen, upper bounds of that.
 static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen *screen,
-                     const Rows *rows, int start, Verified to) {
+                     const RowTable *table, int count, int start, Verified to) {
     const Stream *stream = step->stream;
     const Shape *shape = stream->shape;
     double begin = seconds_now();
     run_all_rows(work, (LayerCall){.shape = shape,
                                    .layers = stream->layers,
                                    .caches = step->caches,
-                                   .rows = *rows,
+                                   .rows = rows_of(table, 0, count, step->capacity),
                                    .x = to.hidden,
                                    .start = start,
                                    .stop = step->layers,
@@ -205,59 +187,35 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen 
     double layers_done = seconds_now();
     work->spent[SPENT_OWN] += layers_done - begin;
     if (screen)
-        screen_rows(work, step->head, screen, to.hidden, step->norm, shape->eps, rows->count,
+        screen_rows(work, step->head, screen, to.hidden, step->norm, shape->eps, count,
                     shape->vocab, to.logits);
     else
-        mr_linear(work, step->head, to.hidden, step->norm, shape->eps, rows->count, to.logits, 0);
+        mr_linear(work, step->head, to.hidden, step->norm, shape->eps, count, to.logits, 0);
     double head_done = seconds_now();
     work->spent[SPENT_HEAD] += head_done - layers_done;
-    carry_features(work, step, rows->count, to);
+    if (stream->tap_count) // takes the place of h_L, or is added to it
+        mr_linear(work, &stream->features, to.features, NULL, 0.0f, count, to.hidden,
+                  stream->features_added);
     work->spent[SPENT_DRAFT] += seconds_now() - head_done;
 }
 
-// The model on the rows that verify step->drafted nodes, from layer `start` on.
-static void run_target(Workspace *work, const SpeculativeStep *step, const Screen *screen,
-                       const RowTable *table, int start) {
-    Rows rows = rows_of(table, 0, step->drafted + 1, step->capacity);
-    run_rows(work, step, screen, &rows, start, all_rows(step));
-}
-
-// What the logits of run_target emit; the accepted path, from node 0 on, goes to path. Returns how
-// many tokens, or -1 where they are drawn and the logits are not finite.
-static int emit(Workspace *work, SpeculativeStep *step, const Verified *rows, int length,
-                int32_t *path) {
+// What the logits of run_rows emit; the accepted path, from node 0 on, goes to path. Sets and
+// returns step->emitted.
+static int emit(Workspace *work, SpeculativeStep *step, const Verified *rows, int32_t *path) {
     int64_t tokens[MAX_NODES + 1];
     double begin = seconds_now();
-    int count = accepted_path(work, step, rows, tokens, path);
+    step->emitted = accepted_path(work, step, rows, tokens, path);
     work->spent[SPENT_HEAD] += seconds_now() - begin;
-    if (count > 0)
-        mr_speculative_accept(step, length, path, tokens, count);
-    return count;
+    if (step->emitted > 0)
+        mr_speculative_accept(step, path, tokens, step->emitted);
+    return step->emitted;
 }
 
-void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                          const DraftLimits *limits) {
-    RowTable table;
-    Part part = part_of(step, limits, length, first, count);
-    int start = draft(work, &part, 1);
-    step->levels = verification_rows(step, length, step->drafted, &table);
-    run_target(work, step, NULL, &table, start); // the caller reads the logits
-}
-
-int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                        const DraftLimits *limits) {
-    int32_t path[MAX_NODES + 1];
-    RowTable table;
-    Verified rows = all_rows(step);
-    Part part = part_of(step, limits, length, first, count);
-    int start = draft(work, &part, 1);
-    step->levels = verification_rows(step, length, step->drafted, &table);
-    run_target(work, step, step->screen, &table, start);
-    return emit(work, step, &rows, length, path);
-}
-
-// Room for what verification leaves of MAX_NODES + 1 rows of several sequences.
-static Verified room_for_verified(Workspace *work, const SpeculativeStep *step) {
+// Where verification leaves its rows: one sequence's in its own buffers, several ones' in room for
+// MAX_NODES + 1 rows.
+static Verified room_for_verified(Workspace *work, const SpeculativeStep *step, int sequences) {
+    if (sequences == 1)
+        return all_rows(step);
     size_t rows = MAX_NODES + 1, d = (size_t)step->stream->shape->hidden,
            taps = (size_t)step->stream->tap_count;
     work->verified = grown(work->verified, rows * (d + taps * d + (size_t)step->head->outputs) *
@@ -266,28 +224,26 @@ static Verified room_for_verified(Workspace *work, const SpeculativeStep *step) 
     return (Verified){work->verified, features, features + rows * taps * d, 0};
 }
 
-// Verifies the drafts of parts [first, last) in one pass over `rows` rows, and accepts. Returns 0
-// where logits are not finite, and then emits nothing more.
-static int verify_together(Workspace *work, const Part *parts, int first, int last, int start,
-                           int rows, const RowTable *table, int32_t *emitted) {
-    const SpeculativeStep *step = parts->step;
+// Verifies the drafts of steps [first, last) in one pass over `rows` rows, and accepts, if it is to
+// choose. Returns 0 where logits are not finite, and then emits nothing more.
+static int verify_together(Workspace *work, SpeculativeStep *const *steps, int first, int last,
+                           int start, int rows, const RowTable *table, int choose) {
+    const SpeculativeStep *step = steps[first];
     size_t d = (size_t)step->stream->shape->hidden;
-    Verified all = room_for_verified(work, step);
+    Verified all = room_for_verified(work, step, last - first);
     float *x = all.hidden;
     for (int s = first; s < last; s++) {
-        size_t count = (size_t)parts[s].step->drafted + 1;
-        memcpy(x, parts[s].step->hidden, count * d * sizeof(float));
+        size_t count = (size_t)steps[s]->drafted + 1;
+        memmove(x, steps[s]->hidden, count * d * sizeof(float));
         x += count * d;
     }
-    Rows those = rows_of(table, 0, rows, step->capacity);
-    run_rows(work, step, step->screen, &those, start, all);
-    for (int s = first; s < last; s++) {
-        SpeculativeStep *one = parts[s].step;
+    run_rows(work, step, choose ? step->screen : NULL, table, rows, start, all);
+    for (int s = first; choose && s < last; s++) {
+        SpeculativeStep *one = steps[s];
         size_t count = (size_t)one->drafted + 1;
         int32_t path[MAX_NODES + 1];
-        memcpy(one->hidden, all.hidden, count * d * sizeof(float));
-        emitted[s] = emit(work, one, &all, parts[s].length, path);
-        if (emitted[s] < 0)
+        memmove(one->hidden, all.hidden, count * d * sizeof(float));
+        if (emit(work, one, &all, path) < 0)
             return 0;
         all.hidden += count * d;
         all.logits += count * (size_t)one->head->outputs;
@@ -296,45 +252,38 @@ static int verify_together(Workspace *work, const Part *parts, int first, int la
     return 1;
 }
 
-int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
-                         const int32_t *lengths, const int32_t *first, const int32_t *entering,
-                         const DraftLimits *const *limits, int32_t *emitted) {
-    Part *parts = malloc((size_t)count * sizeof *parts);
-    if (!parts)
-        abort();
-    for (int s = 0; s < count; s++)
-        parts[s] = part_of(steps[s], limits[s], lengths[s], first[s], entering[s]);
-    int start = draft(work, parts, count), finite = 1;
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count, int choose) {
+    int start = draft(work, steps, count), begin = 0, rows = 0;
     RowTable table, one;
-    for (int s = 0, begin = 0, rows = 0; finite && s <= count; s++) {
-        if (s == count || rows + steps[s]->drafted + 1 > MAX_NODES + 1) {
-            finite = verify_together(work, parts, begin, s, start, rows, &table, emitted);
+    for (int s = 0; s < count; s++) {
+        SpeculativeStep *step = steps[s];
+        step->levels = verification_rows(step, &one);
+        if (rows + step->drafted + 1 > MAX_NODES + 1) {
+            if (!verify_together(work, steps, begin, s, start, rows, &table, choose))
+                return 0;
             begin = s;
             rows = 0;
         }
-        if (s == count)
-            break;
-        steps[s]->levels = verification_rows(steps[s], lengths[s], steps[s]->drafted, &one);
-        for (int n = 0; n <= steps[s]->drafted; n++, rows++)
+        for (int n = 0; n <= step->drafted; n++, rows++)
             set_row(&table, rows, one.seq[n], one.slot[n], one.pos[n], one.prefix[n], one.tree[n]);
     }
-    free(parts);
-    return finite;
+    return verify_together(work, steps, begin, count, start, rows, &table, choose);
 }
 
-int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
+int mr_verify_draft(Workspace *work, SpeculativeStep *step, int nodes, int start, int k,
                     int64_t *best, int32_t *path) {
     const Stream *stream = step->stream;
     int d = stream->shape->hidden;
     RowTable table;
+    Verified rows = all_rows(step);
     step->drafted = nodes;
     step->trusted = step->unverified = 0;
-    step->levels = verification_rows(step, length, nodes, &table);
+    step->levels = verification_rows(step, &table);
     if (!start) {
         embed(stream, step->ids, 1, step->hidden);
         embed(stream, step->tokens, nodes, step->hidden + d);
     }
-    run_target(work, step, step->screen, &table, start);
+    run_rows(work, step, step->screen, &table, nodes + 1, start, rows);
     double begin = seconds_now();
     if (k && step->screen)
         screened_best(work, step->head, step->screen, nodes + 1, step->scratch,
@@ -342,6 +291,5 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int node
     else if (k)
         mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
     work->spent[SPENT_DRAFT] += seconds_now() - begin; // what drafts are made of
-    Verified rows = all_rows(step);
-    return emit(work, step, &rows, length, path);
+    return emit(work, step, &rows, path);
 }

@@ -1,6 +1,6 @@
 // A level of a draft: the model's first layers run adapter rows with a carried residual beside the
 // target rows.
-#include "stream.h"
+#include "drafts.h"
 
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
 // fusion, the block and the head, without returning to one thread in between.

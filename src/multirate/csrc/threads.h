@@ -12,9 +12,9 @@ typedef void (*Job)(Workspace *work, void *context, int thread, int threads);
 // of a job apart that take different times, see thread_choice.c.
 void run_parallel(Workspace *work, Job job, void *context, const void *of, int count);
 
-#define SPINS_BEFORE_YIELD                                                                         \
-    2000 // 30 to 100 µs: longer than an idle machine's threads wait, and
-         // far shorter than the time that another process runs for
+// 30 to 100 µs: longer than an idle machine's threads wait, and far shorter than the time that
+// another process runs for.
+#define SPINS_BEFORE_YIELD 2000
 
 #if defined(__x86_64__)
 #define RELAX() __builtin_ia32_pause()

@@ -15,7 +15,7 @@ void mr_spent(const Workspace *work, double *to) {
 // The size lies a cache line before the memory.
 #define LINE 64
 
-static void release(void *grown) {
+void release(void *grown) {
     if (grown)
         free((char *)grown - LINE);
 }

@@ -68,6 +68,7 @@ static inline int threads_of(const Workspace *work) {
 
 // `old` (from here, or NULL) if it has room for `want` bytes, else zeroed memory in its place.
 void *grown(void *old, size_t want);
+void release(void *grown); // or NULL
 
 // The thread's `normed`, with room for MAX_ROWS rows of `width`.
 float *room_for_normed(ThreadScratch *mine, int width);

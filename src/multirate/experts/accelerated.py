@@ -18,7 +18,7 @@ from multirate.runtime.native.accelerated_residual import (
 )
 from multirate.runtime.native.moe import NativeMoEDecoder
 
-STREAM_ROWS = 16  # as in the kernel (predictors.h)
+STREAM_ROWS = 16  # as in the kernel (predictors.c)
 
 Advance = Callable[
     [int, Tensor, "Tensor | None", int, "tuple[Tensor, Tensor] | None"], list[Tensor]

@@ -31,7 +31,7 @@ from multirate.experts.store import ExpertStore
 from multirate.runtime.native import abi, library
 from multirate.runtime.native import expert_cache as c
 from multirate.runtime.native.accelerated_residual import NativeAcceleratedResidual
-from multirate.runtime.native.moe import KernelCall, NativeMoEDecoder
+from multirate.runtime.native.moe import KernelCall, KernelMixture, NativeMoEDecoder
 
 _EVICTIONS: dict[type[EvictionPolicy], str] = {
     KeepNothing: "none",
@@ -186,7 +186,7 @@ class KernelExperts:
         if not self._handle:
             raise MemoryError("not enough memory for the experts' tables")
         self.controls = self._library.mr_expert_cache_controls(self._handle)
-        self._mixture = decoder.mixture(slots.by_row)
+        self._mixture = KernelMixture(decoder, slots.by_row)
         self.predict_with(plans)
 
     def predict_with(self, plans: Sequence[_Plan]) -> None:

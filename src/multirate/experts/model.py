@@ -39,6 +39,7 @@ from multirate.runtime.hf.empty import empty_model
 from multirate.runtime.hf.inspect import find_parts
 from multirate.runtime.hf.parts import MoEParts
 from multirate.runtime.load import BACKENDS
+from multirate.runtime.native import library
 from multirate.runtime.native.accelerated_residual import (
     NativeAcceleratedResidual,
     NativeResidualWithAttention,
@@ -201,7 +202,7 @@ class OffloadedExperts:
         if backend == "native" and reason is not None:
             raise UserError(f"backend='native' cannot run this model: {reason}")
         if reason is not None and backend == "auto":
-            NativeMoEDecoder.say_fallback(reason)
+            library.say_unavailable(reason)
         if reason is not None or backend == "hf":
             self.native = None  # predictors must not count on its passes
             if is_quantised(self.model):

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from multirate.errors import UserError
@@ -113,19 +112,7 @@ class NativeReads(Reads):
             raise UserError(
                 f"cannot start {threads} reader threads: the system has no more threads or memory"
             )
-        self._slots, self._status = np.empty(slots, np.int32), np.empty(slots, np.int32)
-        self._bytes, self._began, self._over = (
-            np.empty(slots, np.int64),
-            np.empty(slots),
-            np.empty(slots),
-        )
-        self._addresses = (
-            abi.ints(self._slots),
-            abi.ints(self._status),
-            abi.longs(self._bytes),
-            abi.doubles(self._began),
-            abi.doubles(self._over),
-        )
+        self._found = abi.ffi.new("EndedRead[]", slots)
 
     @property
     def handle(self) -> abi.CData:
@@ -146,16 +133,18 @@ class NativeReads(Reads):
     def ended(self, patience: float = 0.0) -> list[Ended]:
         if self._handle is None:
             return []
-        count = self._library.mr_reads_ended(self._handle, patience, *self._addresses)
-        rows = zip(
-            self._slots[:count].tolist(),
-            self._status[:count].tolist(),
-            self._bytes[:count].tolist(),
-            self._began[:count].tolist(),
-            self._over[:count].tolist(),
-            strict=True,
-        )
-        return [Ended(*row, message=reason(row[1]) if row[1] else "") for row in rows]
+        count = self._library.mr_reads_ended(self._handle, patience, self._found)
+        return [
+            Ended(
+                one.slot,
+                one.status,
+                one.bytes,
+                one.began,
+                one.ended,
+                message=reason(one.status) if one.status else "",
+            )
+            for one in self._found[0:count]
+        ]
 
     def close(self) -> None:
         if self._handle is not None:

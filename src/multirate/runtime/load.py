@@ -15,6 +15,7 @@ from multirate.runtime.cuda.decoder import GraphedDecoder
 from multirate.runtime.decoder import Decoder, NotPlain
 from multirate.runtime.finite import check_weights
 from multirate.runtime.hf.decoder import HFDecoder
+from multirate.runtime.native import library
 from multirate.runtime.native.decoder import NativeDecoder, OtherLogits
 from multirate.runtime.quantised import device_of, expanded, is_quantised, quantised_copy
 
@@ -55,12 +56,12 @@ def load_decoder(model: nn.Module, backend: str = "auto") -> Decoder:
     if is_quantised(model):
         why = "backend 'hf' was asked for" if backend == "hf" else reason
         if backend != "hf":
-            NativeDecoder.say_fallback(str(reason))
+            library.say_unavailable(str(reason))
         say_once(f"expanding the quantised weights to bfloat16: {why}")
         return own_layers_decoder(device)(expanded(model))
     decoder = own_layers_decoder(device)(model)
     if backend != "hf":
-        NativeDecoder.say_fallback(str(reason))
+        library.say_unavailable(str(reason))
         if isinstance(reason, NotPlain):
             warnings.warn(
                 f"running the model's own layers instead of packed weights: {reason}",

@@ -253,7 +253,7 @@ def test_a_model_larger_than_memory_is_refused(
     monkeypatch.setattr("multirate.loading.gguf.weights.free_memory", lambda: 1000)
     with pytest.raises(UserError, match=r"m\.gguf does not fit into memory"):
         load_gguf(path, None)
-    monkeypatch.setattr("multirate.runtime.native.decoder.free_memory", lambda: 1000)
+    monkeypatch.setattr("multirate.runtime.native.supported.free_memory", lambda: 1000)
     skip_without_kernel()
     with pytest.raises(UserError, match="does not fit into memory"):
         load_decoder(model)

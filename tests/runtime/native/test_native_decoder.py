@@ -239,13 +239,16 @@ def test_channels_hundreds_of_times_the_others_cost_no_more_than_transformers_ro
 
 def test_where_memory_is_short_the_models_own_layers_are_run(monkeypatch):
     model = make("llama")
-    monkeypatch.setattr("multirate.runtime.native.decoder.free_memory", lambda: 10_000)
+    place = "multirate.runtime.native.supported.free_memory"
+    monkeypatch.setattr(place, lambda: 10_000)
     with pytest.raises(UserError, match=r"native.*needs .* GB of memory, but only 0.0 GB are free"):
         load_decoder(model, "native")
     with pytest.warns(Notice, match="running the model's own layers"):
         assert isinstance(load_decoder(model), HFDecoder)
     for told in (None, 10**9):  # not told, or enough
-        monkeypatch.setattr("multirate.runtime.native.decoder.free_memory", lambda told=told: told)
+        monkeypatch.setattr(
+            "multirate.runtime.native.supported.free_memory", lambda told=told: told
+        )
         assert isinstance(load_decoder(model), NativeDecoder)
 
 
@@ -297,7 +300,7 @@ def test_the_language_model_of_one_that_reads_images_is_packed(name):
 def test_a_part_that_is_not_known_is_noticed(monkeypatch):
     """As where another release of transformers computes otherwise."""
     model = make("gemma3")
-    monkeypatch.setattr("multirate.runtime.native.decoder.embed_scale", lambda parts: 1.0)
+    monkeypatch.setattr("multirate.runtime.native.packed_model.embed_scale", lambda parts: 1.0)
     with pytest.raises(UserError, match=r"native.*differ from the model's own by .*% of"):
         load_decoder(model, "native")
     with pytest.warns(Notice, match=r"running the model's own layers.*an unknown part"):

@@ -50,6 +50,12 @@ typedef struct {
 typedef struct Reads Reads;
 
 typedef struct {
+    int32_t slot, status; // 0, an errno, ECANCELED; ENODATA: the file ends there
+    int64_t bytes;
+    double began, ended;
+} EndedRead;
+
+typedef struct {
     int32_t rows, experts, slots, policy;
     double loss; // of EVICT_LRFU: -ln(decay)
     Reads *reads;
@@ -101,18 +107,18 @@ typedef struct {
 // ---- functions ----------------------------------------------------------------------------------
 
 // moe/experts.c
-void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,
-              int n, int experts, int k, int normalise, float *normed, float *logits, int64_t *ids,
-              float *weights);
+void mr_route(Workspace *work, const Routers *m, int row, const float *x, int n,
+              const RoutedRows *to);
 void mr_experts(Workspace *work, const Expert *const *experts, const int32_t *uses, int count,
                 const float *normed, const int32_t *rows, const int32_t *places, float *parts);
 void mr_combine(const float *parts, const float *weights, int n, int k, int d, float *x);
 
 // moe/pruned.c: where the experts will move the residual.
-void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *far,
-                         const PrunedPair *pruned, const int64_t *ids, const float *weights, int k,
-                         const float *ones, float eps, const float *residual, const float *state,
-                         int n, float *p_near, float *p_far);
+void mr_predict_residual(Workspace *work, const LowRank *const *sites,
+                         const PrunedPair *const *pairs, int most_depth, const int64_t *ids,
+                         const float *weights, int k, const float *ones, float eps,
+                         const float *residual, const float *state, int n, int depth,
+                         float *const *p);
 void mr_pruned_experts(Workspace *work, const PrunedExperts *layer, const int64_t *ids,
                        const float *weights, int k, const float *ones, float eps, float *x, int n,
                        int d);
@@ -138,8 +144,7 @@ void mr_reads_close(Reads *r);
 void mr_reads_submit(Reads *r, int slot, int64_t offset, int64_t order, int demanded);
 void mr_reads_promote(Reads *r, int slot);
 int mr_reads_cancel(Reads *r, int slot);
-int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
-                   double *began, double *ended);
+int mr_reads_ended(Reads *r, double patience, EndedRead *to);
 
 #pragma GCC visibility pop
 #endif

@@ -52,6 +52,13 @@ typedef struct {
     int32_t format;          // of the weights
 } Linear;
 
+// What weights of a format take, in bytes.
+typedef struct {
+    int64_t column, scales; // 16 packed outputs, and their scales
+    int64_t row;            // an output's blocks in a GGUF file, of quantised weights
+    int32_t piece;          // what a layer's inputs are a multiple of
+} FormatSizes;
+
 // Weights as they are in the model.
 typedef struct {
     const void *values; // [outputs, inputs] bf16, or fp32 if `wide`
@@ -140,14 +147,6 @@ typedef struct {
     int32_t capacity; // slots per sequence in the cache
 } Rows;
 
-// Which rows skip a layer: those with weight · x / RMS(x) + bias of at least a limit.
-typedef struct {
-    const float *weight; // [hidden]; NULL: none does
-    float bias;
-    int32_t *slots; // [sequences] how many tokens have run the layer, which is the slot for the
-                    // next one's keys and values
-} PassBy;
-
 // ---- sampling -----------------------------------------------------------------------------------
 
 // The random numbers added to the logits at one place of a sequence before the argmax
@@ -195,13 +194,8 @@ int mr_pack(Workspace *work, const Unpacked *from, int format, void *to, void *s
 // them with a scale that is not finite, and so no finite product.
 int mr_pack_rows(Workspace *work, const void *const *rows, int count, int inputs, int format,
                  void *to, void *scale);
-// What the inputs of a layer in this format are a multiple of.
-int mr_format_piece(int format);
-// Bytes of 16 packed outputs' weights, and of their scales.
-int64_t mr_column_bytes(int format, int inputs);
-int64_t mr_scale_bytes(int format, int inputs);
-// Bytes of an output's blocks in a GGUF file, of quantised weights.
-int64_t mr_row_bytes(int format, int inputs);
+// Sizes of a layer with so many inputs.
+FormatSizes mr_format_sizes(int format, int inputs);
 // Makes blocks of WEIGHTS_Q8_0, Q4_0 or Q4_1 from floats, bit for bit as the package gguf does.
 void mr_quantise(Workspace *work, const Unpacked *from, int format, void *blocks);
 // Where column `column` of a layer lies.
@@ -235,11 +229,6 @@ void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const L
 // The keys and values of layers [start, stop) as if x entered each of them; x does not change.
 void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                 const Rows *rows, float *x, int start, int stop);
-// Layers [0, count) on one row of each sequence, each row without those it skips.
-// ran [rows]: how many layers each has run.
-void mr_passing_layers(Workspace *work, const Shape *shape, const Layer *layers,
-                       const LayerCache *caches, const PassBy *by, float limit, float eps,
-                       const Rows *rows, float *x, int count, int32_t *ran);
 // attention.c: moves cached tokens of a sequence, slot from[i] to slot to[i], in order.
 void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, int capacity,
              int seq, const int32_t *from, const int32_t *to, int count);

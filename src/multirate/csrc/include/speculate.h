@@ -135,6 +135,10 @@ typedef struct {
     const bf16 *exact_head; // [draft_vocab, hidden] the bf16 rows of draft_head, with which the
                             // best tokens' logits are rescored. NULL: they are not
     const Noise *noise;     // for the token after the last one. NULL: greedy
+    const DraftLimits *limits;
+    int32_t length;         // committed tokens
+    int32_t first, refresh; // of ids from `first` on, so many pending tokens refresh the block, at
+                            // most MAX_ROWS - 2; the next one is the last token
     // buffers
     Text text;          // tokens NULL: none. Emitted tokens are appended
     int64_t *ids;       // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens
@@ -153,7 +157,7 @@ typedef struct {
     int64_t unverified;      // bit n: the n-th emitted token comes from such a node
     double refused;          // in, too: the highest score so far that was too low for Trust
     double draft_seconds;    // time for drafting
-    int32_t accepted_drafted, accepted_continued; // of text.drafted and text.continued
+    int32_t emitted;         // tokens; -1: the logits to draw them from are not finite
     int64_t best;            // the branch's best token after the last one; -1: it did not run
     double best_probability; // its probability, before calibration
 } SpeculativeStep;
@@ -187,34 +191,24 @@ void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *cac
 // draft.c: scores [count] of the branch's outputs x [count, d].
 void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count, double *scores);
 
-// speculative.c: one round: draft, verify, accept, and move the accepted path into place. `length`:
-// committed tokens; step->ids [first, first + count) enter (all but the last refresh the block).
-// Returns the number of tokens emitted; the K/V of the last token and of the accepted nodes are
-// then in slots length, length + 1, …, uncommitted. Returns -1, and emits nothing, if step->noise
-// is set and the model's logits are not finite.
-int mr_speculative_step(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                        const DraftLimits *limits);
-// A round for each of `count` sequences, which share everything but their buffers: one pass per
-// level of their drafts, and as few passes as hold all rows to verify them. Sequences whose branch
-// drafts come before those that copy from the text. emitted [count] out. Returns 0 where a round
-// would return -1.
-int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count,
-                         const int32_t *lengths, const int32_t *first, const int32_t *entering,
-                         const DraftLimits *const *limits, int32_t *emitted);
-// A round in two calls, when the caller chooses the tokens. The first drafts and leaves the model's
-// logits after each node in step->scratch. The second takes path [count], the accepted nodes from
-// node 0 on, and tokens [count], what is emitted after each.
-void mr_speculative_draft(Workspace *work, SpeculativeStep *step, int length, int first, int count,
-                          const DraftLimits *limits);
-void mr_speculative_accept(SpeculativeStep *step, int length, const int32_t *path,
-                           const int64_t *tokens, int count);
+// speculative.c: a round for each of `count` sequences, which share everything but their buffers:
+// draft, verify, accept, and move the accepted path into place. One pass per level of their drafts,
+// and as few passes as hold all rows to verify them. Sequences whose branch drafts come before
+// those that copy from the text. The K/V of the last token and of the accepted nodes are then in
+// slots length, length + 1, …, uncommitted. Stops where a step's `emitted` is -1, and returns 0.
+// choose: 0: the caller chooses the one sequence's tokens: the model's logits after each node are
+// left in its scratch, and mr_speculative_accept ends the round.
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count, int choose);
+// path [count]: the accepted nodes from node 0 on; tokens [count]: what is emitted after each.
+void mr_speculative_accept(SpeculativeStep *step, const int32_t *path, const int64_t *tokens,
+                           int count);
 // A round with the caller's draft: step->tokens and parents hold its `nodes` nodes, step->ids only
 // the last token. start 0: tokens are embedded; otherwise step->hidden holds the residuals that
 // enter that layer, and the layers below have the keys and values. best [nodes + 1, k] out: the
 // best tokens after the last token and each node, as from mr_best, without noise. path [nodes + 1]
-// out: the accepted nodes from node 0 on. step->hidden then holds h_L of all nodes. Returns as
-// mr_speculative_step.
-int mr_verify_draft(Workspace *work, SpeculativeStep *step, int length, int nodes, int start, int k,
+// out: the accepted nodes from node 0 on. step->hidden then holds h_L of all nodes. Returns
+// step->emitted.
+int mr_verify_draft(Workspace *work, SpeculativeStep *step, int nodes, int start, int k,
                     int64_t *best, int32_t *path);
 
 #pragma GCC visibility pop

@@ -1,7 +1,7 @@
 // Reads that the computing thread starts itself and later finds finished: Linux asynchronous I/O on
 // a file opened with O_DIRECT. If all cores compute, a reading thread interrupts one of them twice
 // per read, at its start and end; here no thread is woken. All of it runs on the caller's thread.
-#include "async_reads.h"
+#include "records.h"
 
 #include <errno.h>
 #include <unistd.h>
@@ -67,8 +67,7 @@ static void async_request(Reads *r, const int32_t *slots, int count) {
     struct iocb *list[MOST_FLYING];
     for (int i = 0; i < count; i++) {
         Read *one = &r->reads[slots[i]];
-        int64_t at = one->done + one->got,
-                left = r->size - one->done < r->chunk ? r->size - one->done : r->chunk;
+        int64_t at = one->done + one->got, left = chunk_at(r, one->done);
         list[i] = &a->requests[slots[i]];
         *list[i] = (struct iocb){
             .aio_data = (uint64_t)slots[i],
@@ -108,7 +107,7 @@ void async_begin(Reads *r) {
         if (!one->done)
             one->began = now;
         if (r->rate > 0) {
-            int64_t chunk = r->size - one->done < r->chunk ? r->size - one->done : r->chunk;
+            int64_t chunk = chunk_at(r, one->done);
             one->due = r->free_at = (r->free_at > now ? r->free_at : now) + (double)chunk / r->rate;
         }
         taken[count++] = slot;
@@ -120,8 +119,7 @@ void async_begin(Reads *r) {
 // `result` bytes of a request have come, or -errno. Whether the chunk is whole or has failed.
 static void async_landed(Reads *r, int slot, int64_t result) {
     Read *one = &r->reads[slot];
-    int64_t chunk = r->size - one->done < r->chunk ? r->size - one->done : r->chunk,
-            before = one->got;
+    int64_t chunk = chunk_at(r, one->done), before = one->got;
     int32_t status = result < 0 ? (int32_t)-result : 0;
     r->async->flying--;
     if (!status) {

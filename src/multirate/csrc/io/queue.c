@@ -1,4 +1,4 @@
-#include "queue.h"
+#include "records.h"
 
 #include <errno.h>
 

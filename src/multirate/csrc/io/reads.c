@@ -1,9 +1,7 @@
 // Reads records into memory slots without an interpreter. experts/reads.py has the contract. Either
 // threads read, or the caller starts reads that the system completes (async_reads.c), which takes
 // no core from computing.
-#include "reads.h"
-
-#include "async_reads.h"
+#include "records.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -28,7 +26,7 @@ static void look_for(atomic_int *count, double patience) {
 
 // One chunk, past the mutex. Returns its bytes, or 0 with *status set.
 static int64_t read_chunk(Reads *r, int slot, int64_t offset, int64_t done, int32_t *status) {
-    int64_t want = r->size - done < r->chunk ? r->size - done : r->chunk, got = 0;
+    int64_t want = chunk_at(r, done), got = 0;
     while (got < want) {
         ssize_t n = pread(r->fd, r->base + (size_t)slot * r->size + done + got,
                           (size_t)(want - got), offset + done + got);
@@ -225,9 +223,8 @@ int mr_reads_cancel(Reads *r, int slot) {
 }
 
 // The reads that have ended since the last call, after waiting up to `patience` seconds for one.
-// Arrays: [slots].
-int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, int64_t *bytes,
-                   double *began, double *ended) {
+// to: room for all slots.
+int mr_reads_ended(Reads *r, double patience, EndedRead *to) {
     if (r->async)
         async_wait(r, patience);
     else if (patience > 0)
@@ -245,11 +242,8 @@ int mr_reads_ended(Reads *r, double patience, int32_t *slots, int32_t *status, i
     }
     int count = r->ended_count;
     for (int i = 0; i < count; i++) {
-        Read *one = &r->reads[slots[i] = r->ended[i]];
-        status[i] = one->status;
-        bytes[i] = one->done;
-        began[i] = one->began;
-        ended[i] = one->ended;
+        Read *one = &r->reads[r->ended[i]];
+        to[i] = (EndedRead){r->ended[i], one->status, one->done, one->began, one->ended};
         one->state = READ_NONE;
     }
     r->ended_count = 0;

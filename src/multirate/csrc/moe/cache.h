@@ -1,4 +1,4 @@
-// Which experts are in memory: slots and eviction (cache.c).
+// Experts that are not all in memory: slots and eviction (cache.c), loads and predictions.
 #ifndef MULTIRATE_CACHE_H
 #define MULTIRATE_CACHE_H
 #include <stdlib.h>
@@ -12,11 +12,11 @@ enum { EVENT_COMPUTE, EVENT_DEMAND, EVENT_SPECULATIVE, EVENT_STALL, EVENT_PREDIC
 // A key is row · experts + expert, row that of the store's layers.
 typedef struct {
     int32_t state, key;
-    int32_t fresh;           // loaded ahead, not used yet
-    int32_t demanded, early; // its load: needed now, and predicted before that
-    int32_t deadline;        // the row that a load was predicted for, in pass
-    int64_t load_token, token,
-        when; // token: the pass that used or loaded it last; when: number of its last use
+    int32_t fresh;                   // loaded ahead, not used yet
+    int32_t demanded, early;         // its load: needed now, and predicted before that
+    int32_t deadline;                // the row that a load was predicted for, in pass
+    int64_t load_token, token, when; // token: the pass that used or loaded it last; when: number
+                                     // of its last use
 } Slot;
 
 typedef struct {
@@ -50,9 +50,7 @@ struct ExpertCache {
     double busy_until;   // the disk, by the reads that have ended
     Prediction *pending; // without a slot yet, in the order to read them
     int32_t pending_count;
-    int32_t *ended_slot, *ended_status; // [slots] of a poll
-    int64_t *ended_bytes;
-    double *ended_began, *ended_over;
+    EndedRead *ended;     // [slots] of a poll
     Predictor *predictor; // that of controls.predictor, or NULL
     Predictor *predictors[MOST_PREDICTORS];
     int32_t predictor_count;
@@ -88,4 +86,61 @@ static inline int is_ready(const ExpertCache *e, int key) {
     const Slot *slot = find(e, key);
     return slot && slot->state == SLOT_READY;
 }
+
+// ---- loads.c: loads of experts into slots ----
+
+enum { LAYER_DONE, READ_FAILED, PAUSED, NOTHING_LEFT };
+
+// These experts are needed now, in this order. What finds no slot is asked for again when one is
+// free.
+void demand_loads(ExpertCache *e, const int32_t *keys, int count);
+// Slots may have become free: reads what was predicted and found none.
+void go_on_loading(ExpertCache *e);
+// These may be needed. What was predicted for the same layers before and is not again is dropped,
+// unless its read has begun; what is there or asked for already is left alone.
+void load_ahead(ExpertCache *e, const Prediction *found, int count);
+// Takes note of reads that have ended, after waiting up to `patience` seconds for one. How many
+// have.
+int poll_loads(ExpertCache *e, double patience);
+// Until one of `keys` is READY.
+int wait_for_load(ExpertCache *e, const int32_t *keys, int count);
+// Layer `row` begins: what was predicted for it and earlier ones, and is not there, is dropped
+// unless it is demanded.
+void enter_row(ExpertCache *e, int row);
+
+// ---- predictors.c: predictions of experts ----
+
+enum {
+    PREDICT_BY_NOBODY,
+    PREDICT_BY_LAST_TOKEN,
+    PREDICT_BY_POPULARITY,
+    PREDICT_BY_GATE,
+    PREDICT_BY_RESIDUAL,
+    PREDICT_BY_ORACLE,
+    PREDICT_BY_STREAM
+};
+
+// A pass: the layers as mr_layers takes them.
+typedef struct {
+    const Shape *shape;
+    const Layer *layers;
+    const LayerCache *caches;
+    Rows rows; // none with adapters
+} Pass;
+
+// NULL: no memory.
+Predictor *open_predictor(const ExpertCache *e, const PredictorPlan *plan);
+void close_predictor(Predictor *f);
+
+// What layer `row` names: [count] of found_predictions. x [n, hidden]: the stream after its
+// attention.
+int predict_experts(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
+                    const float *x, int n, const RoutedRows *g);
+// A pass over the layers begins.
+void forget_predictions(ExpertCache *e);
+// Layer `row` needs these: what a predictor learns from, and what was predicted comes true or not.
+void note_outcome(ExpertCache *e, int row, const int32_t *needed, int count);
+// Leaves of `count` predictions those that are there or worth a read.
+int filter_predictions(ExpertCache *e, int row, int count);
+const Prediction *found_predictions(const ExpertCache *e);
 #endif

@@ -6,8 +6,7 @@
 #include <string.h>
 
 #include "../workspace.h"
-#include "loads.h"
-#include "predictors.h"
+#include "cache.h"
 
 Controls *mr_expert_cache_controls(ExpertCache *e) {
     return &e->controls;
@@ -49,11 +48,7 @@ ExpertCache *mr_expert_cache_open(const ExpertCachePlan *plan) {
     e->protected = zeroed(memory, keys, 1);
     e->failed = zeroed(memory, keys, sizeof *e->failed);
     e->pending = zeroed(memory, 2 * keys, sizeof *e->pending);
-    e->ended_slot = zeroed(memory, slots, sizeof *e->ended_slot);
-    e->ended_status = zeroed(memory, slots, sizeof *e->ended_status);
-    e->ended_bytes = zeroed(memory, slots, sizeof *e->ended_bytes);
-    e->ended_began = zeroed(memory, slots, sizeof *e->ended_began);
-    e->ended_over = zeroed(memory, slots, sizeof *e->ended_over);
+    e->ended = zeroed(memory, slots, sizeof *e->ended);
     if (memory->lacking) {
         mr_expert_cache_close(e);
         return NULL;
@@ -89,7 +84,7 @@ int mr_expert_cache_predict(ExpertCache *e, const PredictorPlan *plans, int coun
 static void predict_ahead(Workspace *work, const Mixture *m, ExpertCache *e, const Pass *pass,
                           int row, const float *x, int n, const RoutedRows *g) {
     double began = seconds_now();
-    int count = predict_experts(work, e, &m->routers, pass, row, x, n, g->ids, g->weights);
+    int count = predict_experts(work, e, &m->routers, pass, row, x, n, g);
     double now = seconds_now();
     e->controls.counts.predictor_seconds += now - began;
     note_event(e, EVENT_PREDICT, began, now, row, -1);
@@ -272,9 +267,7 @@ int mr_mixture(Workspace *work, const Mixture *m, ExpertCache *e, const LayerCac
             continue;
         if (!e->left_count) {
             mr_layers(work, m->shape, m->layers, caches, adapters, rows, x, begin, i + 1);
-            mr_route(work, routers->routers[row], routers->norms[row], routers->eps, x, n,
-                     routers->experts, routers->top_k, routers->normalise, g->normed, g->logits,
-                     g->ids, g->weights);
+            mr_route(work, routers, row, x, n, g);
         }
         begin = i + 1;
         int state = run_mixture_layer(work, m, e, &pass, row, x, n, g);

@@ -2,19 +2,20 @@
 #include "../include/experts.h"
 #include "../layers.h"
 
-#define FEW_ROWS                                                                                   \
-    4 // a router or a low-rank product of these is done before another thread has begun
+#define FEW_ROWS 4 // a router of these is done before another thread has begun
 
-// normed [n, d] = RMSNorm(x). Then the router's choice for each row: ids [n, k], the likeliest
-// first (ties: lower id), and weights [n, k]: softmax over all experts, or over the chosen ones
-// where `normalise`. logits: scratch [n, router->outputs].
-void mr_route(Workspace *work, const Linear *router, const float *norm, float eps, const float *x,
-              int n, int experts, int k, int normalise, float *normed, float *logits, int64_t *ids,
-              float *weights) {
-    int d = router->inputs;
+// What the row-th router chooses for x [n, hidden], which it reads through RMSNorm, to->normed: the
+// likeliest experts first (ties: lower id), their weights softmax over all experts, or over the
+// chosen ones where `normalise`.
+void mr_route(Workspace *work, const Routers *m, int row, const float *x, int n,
+              const RoutedRows *to) {
+    const Linear *router = m->routers[row];
+    int d = m->hidden, experts = m->experts, k = m->top_k;
+    float eps = m->eps, *normed = to->normed, *logits = to->logits, *weights = to->weights;
+    int64_t *ids = to->ids;
     for (int r = 0; r < n; r++) {
         memcpy(normed + (size_t)r * d, x + (size_t)r * d, (size_t)d * sizeof(float));
-        mr_rms_norm(normed + (size_t)r * d, norm, d, eps);
+        mr_rms_norm(normed + (size_t)r * d, m->norms[row], d, eps);
     }
     Product few = {router, normed, NULL, logits, n, STORE, eps};
     if (n > FEW_ROWS)
@@ -22,11 +23,11 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
     else
         run_product(work, &few, 0, 1);
     for (int r = 0; r < n; r++) {
-        const float *row = logits + (size_t)r * router->outputs;
-        float chances[experts], total = 0.0f, chosen = 0.0f, highest = row[0];
+        const float *of = logits + (size_t)r * router->outputs;
+        float chances[experts], total = 0.0f, chosen = 0.0f, highest = of[0];
         for (int e = 1; e < experts; e++)
-            highest = row[e] > highest ? row[e] : highest;
-        vectors()->exp_below(row, experts, highest, chances);
+            highest = of[e] > highest ? of[e] : highest;
+        vectors()->exp_below(of, experts, highest, chances);
         for (int e = 0; e < experts; e++)
             total += chances[e];
         for (int j = 0; j < k; j++) {
@@ -35,14 +36,14 @@ void mr_route(Workspace *work, const Linear *router, const float *norm, float ep
                 int taken = 0;
                 for (int i = 0; i < j; i++)
                     taken |= ids[r * k + i] == e;
-                if (!taken && (best < 0 || row[e] > row[best]))
+                if (!taken && (best < 0 || of[e] > of[best]))
                     best = e;
             }
             ids[r * k + j] = best;
             weights[r * k + j] = chances[best] / total;
             chosen += weights[r * k + j];
         }
-        for (int j = 0; normalise && j < k; j++)
+        for (int j = 0; m->normalise && j < k; j++)
             weights[r * k + j] /= chosen;
     }
 }

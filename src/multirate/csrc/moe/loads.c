@@ -1,12 +1,12 @@
 // Turns needs and predictions into reads, and finished reads into READY slots: experts/loader.py
 // for decoders that run in C.
-#include "loads.h"
+#include "cache.h"
 
 #include <errno.h>
 #include <pthread.h>
 #include <string.h>
 
-#include "../io/reads.h"
+#include "../io/records.h"
 
 #define PATIENCE 0.1 // seconds of waiting for a read after which the interpreter may look at Ctrl-C
 
@@ -171,21 +171,20 @@ static int is_intact(ExpertCache *e, const Slot *slot) {
     return e->plan.checked[key] = mr_crc32(record, r->size) == e->plan.checksums[key];
 }
 
-static void load_over(ExpertCache *e, int at) {
-    Slot *slot = &e->slots[e->ended_slot[at]];
+static void load_over(ExpertCache *e, const EndedRead *read) {
+    Slot *slot = &e->slots[read->slot];
     Counts *counts = &e->controls.counts;
-    int ahead = slot->early || !slot->demanded, status = e->ended_status[at], key = slot->key;
+    int ahead = slot->early || !slot->demanded, status = read->status, key = slot->key;
     if (!status && !is_intact(e, slot))
         status = EBADMSG;
-    *(ahead ? &counts->speculative_bytes : &counts->demand_bytes) += e->ended_bytes[at];
-    double began = e->ended_began[at] > e->busy_until
-                       ? e->ended_began[at]
-                       : e->busy_until; // two reads at a time count once
-    if (e->ended_over[at] > began) {
-        counts->read_seconds += e->ended_over[at] - began;
-        e->busy_until = e->ended_over[at];
+    *(ahead ? &counts->speculative_bytes : &counts->demand_bytes) += read->bytes;
+    // two reads at a time count once
+    double began = read->began > e->busy_until ? read->began : e->busy_until;
+    if (read->ended > began) {
+        counts->read_seconds += read->ended - began;
+        e->busy_until = read->ended;
     }
-    note_event(e, ahead ? EVENT_SPECULATIVE : EVENT_DEMAND, e->ended_began[at], e->ended_over[at],
+    note_event(e, ahead ? EVENT_SPECULATIVE : EVENT_DEMAND, read->began, read->ended,
                key / e->plan.experts, key % e->plan.experts);
     if (!status) {
         e->loading--;
@@ -212,10 +211,9 @@ static void load_over(ExpertCache *e, int at) {
 int poll_loads(ExpertCache *e, double patience) {
     if (!e->loading)
         return 0;
-    int count = mr_reads_ended(e->plan.reads, patience, e->ended_slot, e->ended_status,
-                               e->ended_bytes, e->ended_began, e->ended_over);
+    int count = mr_reads_ended(e->plan.reads, patience, e->ended);
     for (int i = 0; i < count; i++)
-        load_over(e, i);
+        load_over(e, &e->ended[i]);
     return count;
 }
 

@@ -1,13 +1,13 @@
 // Predicts experts in passes that run in C (experts/predictors.py and accelerated.py explain each
 // predictor) and chooses which predictions to read (experts/prefetch_filter.py).
-#include "predictors.h"
+#include "../workspace.h"
+#include "cache.h"
 
 #include <string.h>
 
 #define MOST_AHEAD_ROWS 8
-#define STREAM_ROWS                                                                                \
-    16 // the most for which the accelerated stream runs: a longer call needs most experts anyway
-#define RANKS 1024 // chances are told apart by hundredths, up to this many of them
+#define STREAM_ROWS 16 // at most for the stream: a longer call needs most experts anyway
+#define RANKS 1024     // chances are told apart by hundredths, up to this many of them
 #define FILTER_DECAY 0.99
 #define FILTER_PRIOR 2.0 // right of as many: a rank that nothing is known of is trusted
 
@@ -17,43 +17,38 @@ struct Predictor {
     int32_t *last, *last_count;    // [rows][experts], of the last pass
     int64_t *popular;              // [keys]
     float *p[MOST_AHEAD_ROWS + 1]; // residuals, [n, hidden]; the last holds the accelerated state
-    float *normed, *logits, *weights;
-    int64_t *ids;
-    int32_t room, state_rows; // rows that these hold, and of the state; 0: none
-    int32_t at;               // the oracle's call
+    RoutedRows routed;             // of the routers that it asks; without parts
+    int32_t room, state_rows;      // rows that these hold, and of the state; 0: none
+    int32_t at;                    // the oracle's call
     Prediction *found;
     int32_t *open; // [keys] depth · RANKS + rank of what is predicted and was absent; -1
     double right[(MOST_AHEAD_ROWS + 1) * RANKS], every[(MOST_AHEAD_ROWS + 1) * RANKS];
 };
-
-// What grows with the rows of a pass: normed, logits, weights, ids, and p.
-static void **row_buffer(Predictor *f, int i) {
-    void **first[] = {(void **)&f->normed, (void **)&f->logits, (void **)&f->weights,
-                      (void **)&f->ids};
-    return i < 4 ? first[i] : (void **)&f->p[i - 4];
-}
 
 static void room_for_rows(Predictor *f, const Routers *m, int n) {
     if (n <= f->room)
         return;
     f->room = n;
     f->state_rows = 0;
-    size_t d = (size_t)m->hidden * 4, out = (size_t)(m->experts + 63) / 64 * 64 * 4,
-           sizes[] = {d, out, (size_t)m->top_k * 4, (size_t)m->top_k * 8};
-    for (int i = 0; i <= MOST_AHEAD_ROWS + 4; i++) {
-        void **part = row_buffer(f, i);
-        free(*part);
-        *part = NULL;
-        if (posix_memalign(part, 64, (size_t)n * (i < 4 ? sizes[i] : d)))
-            abort();
-    }
+    RoutedRows *g = &f->routed;
+    size_t row = (size_t)n * m->hidden * sizeof(float), chosen = (size_t)n * m->top_k;
+    g->normed = grown(g->normed, row);
+    g->logits = grown(g->logits, (size_t)n * m->routers[0]->outputs * sizeof *g->logits);
+    g->weights = grown(g->weights, chosen * sizeof *g->weights);
+    g->ids = grown(g->ids, chosen * sizeof *g->ids);
+    for (int i = 0; i <= MOST_AHEAD_ROWS; i++)
+        f->p[i] = grown(f->p[i], row);
 }
 
 void close_predictor(Predictor *f) {
     if (!f)
         return;
-    for (int i = 0; i <= MOST_AHEAD_ROWS + 4; i++)
-        free(*row_buffer(f, i));
+    RoutedRows *g = &f->routed;
+    void *rows[] = {g->normed, g->logits, g->weights, g->ids};
+    for (int i = 0; i < 4; i++)
+        release(rows[i]);
+    for (int i = 0; i <= MOST_AHEAD_ROWS; i++)
+        release(f->p[i]);
     free_all(&f->memory);
     free(f);
 }
@@ -90,17 +85,16 @@ static int routed(Workspace *work, ExpertCache *e, const Routers *m, int target,
                   int n, int count) {
     Predictor *f = e->predictor;
     int first = count;
-    mr_route(work, m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k,
-             m->normalise, f->normed, f->logits, f->ids, f->weights);
+    mr_route(work, m, target, x, n, &f->routed);
     for (int i = 0; i < n * m->top_k; i++) {
-        int key = target * m->experts + (int)f->ids[i], at = first;
+        int expert = (int)f->routed.ids[i], key = target * m->experts + expert, at = first;
         double chance = 1.0 / (1 + i % m->top_k);
         while (at < count && f->found[at].key != key)
             at++;
         if (at < count)
             f->found[at].chance += chance;
         else
-            add_prediction(e, target, (int)f->ids[i], chance, &count);
+            add_prediction(e, target, expert, chance, &count);
     }
     return count;
 }
@@ -108,22 +102,15 @@ static int routed(Workspace *work, ExpertCache *e, const Routers *m, int target,
 // The accelerated residual of `depth` later rows: p[0 … depth - 1]; p[0] is the state for the next
 // row.
 static void predict_residual(Workspace *work, Predictor *f, const Routers *m, int row,
-                             const float *x, int n, const int64_t *ids, const float *weights,
-                             int depth) {
+                             const float *x, int n, const RoutedRows *g, int depth) {
     const PredictorPlan *plan = &f->plan;
     int at = plan->layer_of[row] * plan->most_depth;
     float *state = f->p[MOST_AHEAD_ROWS];
     f->p[MOST_AHEAD_ROWS] = f->p[0];
     f->p[0] = state; // what was p[0] is read, the other written
-    for (int i = 1; i < (depth > 2 ? depth : 2);
-         i++) { // two depths a call: they share the product with `down`
-        int far = i < plan->most_depth ? i : plan->most_depth - 1;
-        mr_predict_residual(work, plan->sites[at], i < depth ? plan->sites[at + i] : NULL,
-                            plan->pairs ? plan->pairs[at + far] : NULL, ids, weights, m->top_k,
-                            plan->ones, plan->eps, x,
-                            f->state_rows == n ? f->p[MOST_AHEAD_ROWS] : NULL, n, f->p[0],
-                            i < depth ? f->p[i] : NULL);
-    }
+    mr_predict_residual(work, plan->sites + at, plan->pairs ? plan->pairs + at : NULL,
+                        plan->most_depth, g->ids, g->weights, m->top_k, plan->ones, plan->eps, x,
+                        f->state_rows == n ? f->p[MOST_AHEAD_ROWS] : NULL, n, depth, f->p);
     f->state_rows = n;
 }
 
@@ -134,10 +121,9 @@ static int lacks_nothing(Workspace *work, ExpertCache *e, const Routers *m, int 
                          const float *x, int n) {
     Predictor *f = e->predictor;
     int out = m->routers[target]->outputs;
-    mr_route(work, m->routers[target], m->norms[target], m->eps, x, n, m->experts, m->top_k,
-             m->normalise, f->normed, f->logits, f->ids, f->weights);
+    mr_route(work, m, target, x, n, &f->routed);
     for (int r = 0; r < n; r++) {
-        const float *row = f->logits + (size_t)r * out;
+        const float *row = f->routed.logits + (size_t)r * out;
         for (int expert = 0; expert < m->experts; expert++) {
             if (find(e, target * m->experts + expert))
                 continue;
@@ -156,7 +142,7 @@ static int lacks_nothing(Workspace *work, ExpertCache *e, const Routers *m, int 
 // and leaves its own in the slots of its rows, where the model's own will be before anything
 // else reads them.
 static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
-                     const float *x, int n, const int64_t *ids, const float *weights, int depth) {
+                     const float *x, int n, const RoutedRows *g, int depth) {
     Predictor *f = e->predictor;
     const PredictorPlan *plan = &f->plan;
     float *p = f->p[0];
@@ -164,19 +150,18 @@ static int run_ahead(Workspace *work, ExpertCache *e, const Routers *m, const Pa
     memcpy(p, x, (size_t)n * m->hidden * sizeof *p);
     for (int step = 1; step <= depth; step++) {
         int layer = plan->layer_of[row + step - 1], next = plan->layer_of[row + step];
-        mr_pruned_experts(work, plan->pruned + layer, ids, weights, m->top_k, plan->ones, plan->eps,
-                          p, n, m->hidden);
+        mr_pruned_experts(work, plan->pruned + layer, g->ids, g->weights, m->top_k, plan->ones,
+                          plan->eps, p, n, m->hidden);
         mr_layers(work, pass->shape, pass->layers, pass->caches, NULL, &pass->rows, p, layer + 1,
                   next + 1);
         count = routed(work, e, m, row + step, p, n, count);
-        ids = f->ids;
-        weights = f->weights;
+        g = &f->routed;
     }
     return count;
 }
 
 int predict_experts(Workspace *work, ExpertCache *e, const Routers *m, const Pass *pass, int row,
-                    const float *x, int n, const int64_t *ids, const float *weights) {
+                    const float *x, int n, const RoutedRows *g) {
     Predictor *f = e->predictor;
     int experts = e->plan.experts, count = 0, depth = e->controls.depth;
     if (depth > f->plan.most_depth)
@@ -189,10 +174,10 @@ int predict_experts(Workspace *work, ExpertCache *e, const Routers *m, const Pas
     if (by == PREDICT_BY_STREAM && n <= STREAM_ROWS) { // more rows ask the gate, once
         if (depth == 1 && lacks_nothing(work, e, m, row + 1, x, n))
             return 0;
-        return run_ahead(work, e, m, pass, row, x, n, ids, weights, depth);
+        return run_ahead(work, e, m, pass, row, x, n, g, depth);
     }
     if (by == PREDICT_BY_RESIDUAL && depth > 0)
-        predict_residual(work, f, m, row, x, n, ids, weights, depth);
+        predict_residual(work, f, m, row, x, n, g, depth);
     for (int step = 1; step <= depth; step++) {
         int target = row + step;
         if (by == PREDICT_BY_GATE || by == PREDICT_BY_STREAM)

@@ -80,37 +80,38 @@ static void run_residual(Workspace *work, void *context, int id, int threads) {
     }
 }
 
-// The accelerated residual (experts/accelerated.py): p = residual + U SiLU(D [n(residual);
-// n(state)]) for the U of `near` and, unless NULL, that of `far`, whose D is the same; and the
-// experts' pruned neurons, unless NULL. residual, state (or NULL), p [n, d]; ones [d]; ids, weights
-// [n, k].
-void mr_predict_residual(Workspace *work, const LowRank *near, const LowRank *far,
-                         const PrunedPair *pruned, const int64_t *ids, const float *weights, int k,
-                         const float *ones, float eps, const float *residual, const float *state,
-                         int n, float *p_near, float *p_far) {
-    size_t d = near->a.inputs / 2;
+// The accelerated residual (experts/accelerated.py) at each of `depth` depths i: p[i] = residual +
+// U SiLU(D [n(residual); n(state)]) for the U of sites[i], whose D is the same, and the experts'
+// pruned neurons of pairs [most_depth], unless NULL. residual, state (or NULL), p[i] [n, d];
+// ones [d]; ids, weights [n, k]. Two depths at a time share the product with D.
+void mr_predict_residual(Workspace *work, const LowRank *const *sites,
+                         const PrunedPair *const *pairs, int most_depth, const int64_t *ids,
+                         const float *weights, int k, const float *ones, float eps,
+                         const float *residual, const float *state, int n, int depth,
+                         float *const *p) {
+    size_t d = sites[0]->a.inputs / 2;
     room_for_adapters(work);
-    size_t bytes = pruned ? MAX_ROWS * (size_t)k * (size_t)pruned->rows * sizeof(float) : 0;
+    size_t bytes = pairs ? MAX_ROWS * (size_t)k * (size_t)pairs[0]->rows * sizeof(float) : 0;
     work->neurons = grown(work->neurons, bytes);
-    for (int r = 0; r < n; r += MAX_ROWS) {
-        size_t at = r * d;
-        size_t use = (size_t)r * (size_t)k;
-        ResidualCall f = {near,
-                          far,
-                          pruned,
-                          ids ? ids + use : NULL,
-                          weights ? weights + use : NULL,
-                          ones,
-                          residual + at,
-                          state ? state + at : NULL,
-                          p_near + at,
-                          far ? p_far + at : NULL,
-                          eps,
-                          n - r < MAX_ROWS ? n - r : MAX_ROWS,
-                          k,
-                          work->neurons};
-        run_parallel(work, run_residual, &f, near, f.count);
-    }
+    for (int i = 1; i < (depth > 2 ? depth : 2); i++)
+        for (int r = 0; r < n; r += MAX_ROWS) {
+            size_t at = r * d, use = (size_t)r * (size_t)k;
+            ResidualCall f = {.near = sites[0],
+                              .far = i < depth ? sites[i] : NULL,
+                              .pruned = pairs ? pairs[i < most_depth ? i : most_depth - 1] : NULL,
+                              .ids = ids ? ids + use : NULL,
+                              .weights = weights ? weights + use : NULL,
+                              .ones = ones,
+                              .residual = residual + at,
+                              .state = state ? state + at : NULL,
+                              .p_near = p[0] + at,
+                              .p_far = i < depth ? p[i] + at : NULL,
+                              .eps = eps,
+                              .count = n - r < MAX_ROWS ? n - r : MAX_ROWS,
+                              .k = k,
+                              .neurons = work->neurons};
+            run_parallel(work, run_residual, &f, sites[0], f.count);
+        }
 }
 
 typedef struct {

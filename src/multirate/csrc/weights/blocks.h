@@ -28,4 +28,15 @@ typedef struct {
 
 // The 32 inputs from 32 · block on of a row.
 void read_unit(const Format *f, const void *row, long block, Unit *to);
+
+// ---- quantise.c: floats, and blocks made of them ----
+
+// An output of a layer as it is in the model; zeros behind the last one: to [inputs].
+void read_unpacked(const Unpacked *from, int output, float *to);
+
+void put_half(fp16 half, uint8_t *to);
+
+// Blocks of a row w [inputs], in WEIGHTS_Q8_0, Q4_0 or Q4_1, bit for bit as the package gguf makes
+// them.
+void quantise_row(int format, const float *w, int inputs, void *blocks);
 #endif

@@ -3,11 +3,6 @@
 #include <math.h>
 #include <string.h>
 
-// Python reads the table by this and the functions below (runtime/native/formats.py).
-int mr_format_piece(int format) {
-    return formats[format].piece;
-}
-
 #define QUANTISED(NAME, BITS, START, ZERO, FACTORS, BYTES)                                         \
     [WEIGHTS_##NAME] = {ROWS_BYTES, FACTORS ? SUPER : BLOCK, BITS, START, ZERO, FACTORS, BYTES},
 
@@ -89,15 +84,13 @@ Units units_of(const Format *f, const uint8_t *scales, long b, int output) {
     return (Units){{scale * factors[output], scale * factors[COLUMN + output]}, least};
 }
 
-int64_t mr_column_bytes(int format, int inputs) {
-    return (int64_t)column_bytes(format_of(format), inputs);
-}
-
-int64_t mr_scale_bytes(int format, int inputs) {
+FormatSizes mr_format_sizes(int format, int inputs) {
     const Format *f = format_of(format);
-    if (is_quantised(f))
-        return (int64_t)scale_bytes(f, inputs);
-    return f->rows == ROWS_FIXED ? COLUMN * (int64_t)sizeof(float) : 0;
+    size_t scales = is_quantised(f)         ? scale_bytes(f, inputs)
+                    : f->rows == ROWS_FIXED ? COLUMN * sizeof(float)
+                                            : 0;
+    return (FormatSizes){(int64_t)column_bytes(f, inputs), (int64_t)scales,
+                         (int64_t)inputs / f->piece * f->bytes, f->piece};
 }
 
 void mr_decode_output(const Linear *linear, int output, float *to) {
@@ -114,11 +107,6 @@ void mr_decode_output(const Linear *linear, int output, float *to) {
             to[i] = has_least(f) ? w + units.least : w;
         }
     }
-}
-
-int64_t mr_row_bytes(int format, int inputs) {
-    const Format *f = format_of(format);
-    return (int64_t)inputs / f->piece * f->bytes;
 }
 
 void mr_column(const Linear *linear, int column, Column *to) {

@@ -1,7 +1,6 @@
 // Lays out rows of a GGUF tensor for the products (format.h draws the columns), on all threads.
 #include "../threads.h"
 #include "blocks.h"
-#include "quantise.h"
 
 typedef struct {
     const void *const *rows;

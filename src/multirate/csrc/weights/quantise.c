@@ -1,4 +1,4 @@
-#include "quantise.h"
+#include "blocks.h"
 
 #include "../vectors.h"
 

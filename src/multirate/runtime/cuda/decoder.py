@@ -21,7 +21,6 @@ from multirate.runtime.cuda.passes import LayerRun, Pass, StaticRows
 from multirate.runtime.cuda.recorder import (
     MAX_CAPTURES,
     CudaRecorder,
-    EagerRecorder,
     Recorder,
     Replay,
     width_of,
@@ -66,10 +65,7 @@ class GraphedDecoder(HFDecoder):
         super().__init__(model)
         self.graph_fallback: str | None = unsupported(self.parts)
         self.norms = FusedNorms(model)
-        if recorder is None:
-            on_cuda = self.info.device.type == "cuda"
-            recorder = CudaRecorder(self.info.device) if on_cuda else EagerRecorder()
-        self.recorder = recorder
+        self.recorder = recorder or CudaRecorder(self.info.device)
         self._storages: list[StaticStorage] = []  # the last used one last
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:

@@ -35,15 +35,6 @@ class Recorder(Protocol):
         ...
 
 
-class EagerRecorder:
-    """Runs the function itself each time: the static-shape code without graphs, for devices that
-    have none.
-    """
-
-    def capture(self, function: Callable[[], Tensor]) -> Replay:
-        return function
-
-
 class CudaRecorder:
     """One torch.cuda.CUDAGraph per function; all share a memory pool, for only one of them runs at
     a time.

@@ -78,6 +78,11 @@ def floats_for(*shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
+def copied(x: Tensor) -> Tensor:
+    """x in fp32 memory of its own, for the kernel to change."""
+    return x.float().clone(memory_format=torch.contiguous_format)
+
+
 def tensor(values: Tensor | None, strided: bool = False) -> CData:
     """Where a tensor's values lie, as a pointer to their type, good as long as the tensor is; None
     is NULL. strided: rows may lie apart. TypeError for memory that the kernel cannot read.

@@ -75,37 +75,29 @@ class NativeAcceleratedResidual:
         of each depth.
         """
         residual = residual.float().contiguous()
-        sites, pairs = self._sites[layer][:depths], None
-        found = [torch.empty_like(residual) for _ in sites]
-        before = abi.tensor(state)
-        ids = weights = abi.NULL
-        k = 0
+        found = [torch.empty_like(residual) for _ in self._sites[layer][:depths]]
+        pairs, ids, weights, k = abi.NULL, abi.NULL, abi.NULL, 0
         if self._pairs:
             assert routing is not None
-            pairs = self._pairs[layer]
+            pairs = abi.ffi.new("PrunedPair *[]", self._pairs[layer])
             ids, weights = abi.tensor(routing[0]), abi.tensor(routing[1])
             k = routing[0].shape[1]
-        for i in range(
-            1, max(len(sites), 2)
-        ):  # two depths a call: they share the product with `down`
-            far = (sites[i], abi.tensor(found[i])) if i < len(sites) else (abi.NULL, abi.NULL)
-            pair = abi.NULL if pairs is None else pairs[min(i, len(pairs) - 1)]
-            self._library.mr_predict_residual(
-                self._workspace.address,
-                sites[0],
-                far[0],
-                pair,
-                ids,
-                weights,
-                k,
-                self.ones,
-                self.eps,
-                abi.tensor(residual),
-                before,
-                len(residual),
-                abi.tensor(found[0]),
-                far[1],
-            )
+        self._library.mr_predict_residual(
+            self._workspace.address,
+            abi.ffi.new("LowRank *[]", self._sites[layer]),
+            pairs,
+            self.most_depth,
+            ids,
+            weights,
+            k,
+            self.ones,
+            self.eps,
+            abi.tensor(residual),
+            abi.tensor(state),
+            len(residual),
+            len(found),
+            abi.ffi.new("float *[]", [abi.tensor(one) for one in found]),
+        )
         return found
 
 
@@ -165,7 +157,7 @@ class NativeResidualWithAttention:
         """The stream after attention of `layer` [N, d] and its routing [N, k] → what is thought to
         leave it.
         """
-        x = residual.float().clone(memory_format=torch.contiguous_format)
+        x = abi.copied(residual)
         ids, weights = routing[0].contiguous(), routing[1].float().contiguous()
         self._library.mr_pruned_experts(
             self._workspace.address,

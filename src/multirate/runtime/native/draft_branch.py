@@ -30,7 +30,7 @@ from multirate.runtime.native.adapters import AdapterPack
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.formats import draft_format, mixing_format
-from multirate.runtime.native.fused_sequences import NativeFusedSequences
+from multirate.runtime.native.fused_steps import NativeFusedSequences
 from multirate.runtime.native.own_layer import OwnLayer, tiles
 from multirate.runtime.native.packing import Owner
 from multirate.runtime.noise import Noise
@@ -245,18 +245,8 @@ class PackedFeatures:
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
         """float32 [n, d] of tokens' h_L [n, d] and what enters each tap [n, d]."""
         x = torch.cat([taps[layer] for layer in self._taps], dim=-1).float().contiguous()
-        y = hidden.float().clone(memory_format=torch.contiguous_format)
-        library.kernel().mr_linear(
-            self._decoder.workspace.address,
-            self._weight,
-            abi.tensor(x),
-            abi.NULL,
-            0.0,
-            len(x),
-            abi.tensor(y),
-            int(self._added),
-        )
-        return y
+        into = abi.copied(hidden) if self._added else None
+        return self._decoder.product(self._weight, x, None, into)
 
 
 def _mergeable(

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from multirate.runtime.draft_branch import BranchHead, Likeliest, PackedHead
-from multirate.runtime.native import abi
+from multirate.runtime.native import abi, library
 from multirate.runtime.native.formats import INT16, Q4_1, Q8_0
 from multirate.runtime.native.packing import Owner
 from multirate.runtime.noise import Noise
@@ -74,18 +75,30 @@ class DraftHead(PackedHead):
         noise: Sequence[Noise] | None = None,
         normed: bool = False,
     ) -> Likeliest:
-        ids, probs = self._decoder.top(
+        decoder, n, count = self._decoder, len(x), min(count, self.vocab)
+        if normed and decoder.logit_scale != 1.0:
+            x = x * decoder.logit_scale
+        x = x.contiguous()
+        logits = abi.floats_for(n, self.linear.outputs)
+        ids, probs = np.empty((n, count), np.int64), np.empty((n, count), np.float32)
+        added = None if noise is None else abi.noise_of(noise)
+        library.kernel().mr_head_top(
+            decoder.workspace.address,
             self.linear,
+            abi.NULL if normed else abi.at(self.norm or decoder.norm_address),
+            decoder.eps,
+            abi.tensor(x),
+            n,
             self.vocab,
-            x,
-            min(count, self.vocab),
+            added or abi.NULL,
+            abi.at(self.token_map),
+            abi.at(self.exact),
+            count,
             sharpness,
-            noise,
-            self.token_map,
-            self.norm,
-            normed,
-            self.exact,
+            abi.tensor(logits),
+            abi.longs(ids),
+            abi.floats(probs),
         )
         if self._tokens is None:
-            return ids, probs
-        return [[self._tokens[i] for i in row] for row in ids], probs
+            return ids.tolist(), probs.tolist()
+        return [[self._tokens[i] for i in row] for row in ids.tolist()], probs.tolist()

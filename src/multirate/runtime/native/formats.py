@@ -17,10 +17,13 @@ class WeightFormat:
     name: str
     number: int
 
+    def _sizes(self, inputs: int) -> abi.CData:
+        return library.kernel().mr_format_sizes(self.number, inputs)
+
     @property
     def piece(self) -> int:
         """What a layer's inputs are a multiple of."""
-        return int(library.kernel().mr_format_piece(self.number))
+        return int(self._sizes(0).piece)
 
     @property
     def quantised(self) -> bool:
@@ -29,16 +32,15 @@ class WeightFormat:
 
     def weight_bytes(self, outputs: int, inputs: int) -> int:
         """What so many packed outputs take, a multiple of 16, without their scales."""
-        column = library.kernel().mr_column_bytes(self.number, inputs)
-        return outputs // COLUMN * int(column)
+        return outputs // COLUMN * int(self._sizes(inputs).column)
 
     def scale_bytes(self, outputs: int, inputs: int) -> int:
         """What their scales take."""
-        return outputs // COLUMN * int(library.kernel().mr_scale_bytes(self.number, inputs))
+        return outputs // COLUMN * int(self._sizes(inputs).scales)
 
     def row_bytes(self, inputs: int) -> int:
         """What an output's blocks take in a GGUF file."""
-        return int(library.kernel().mr_row_bytes(self.number, inputs))
+        return int(self._sizes(inputs).row)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Fused steps of one sequence in the kernel: draft, verification and acceptance in one call from
+"""Fused steps in the kernel: draft, verification and acceptance of all sequences in one call from
 Python, greedily and at a temperature. With top-k, top-p or min-p in two, between which the sampler
 chooses the tokens.
 
@@ -10,7 +10,7 @@ which enters next) and their carried residuals.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +24,7 @@ from multirate.runtime.fused import (
     ConfidenceCounts,
     DraftedNodes,
     DraftShape,
+    FusedSequences,
     FusedStep,
     Growth,
     Lookups,
@@ -31,22 +32,129 @@ from multirate.runtime.fused import (
     TokenChooser,
     UnreadTokens,
 )
+from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.native import abi, library
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.kernel_text import KernelText
+from multirate.runtime.native.own_layer import OwnLayer
 from multirate.runtime.noise import NOT_FINITE
 from multirate.runtime.rows import Rows
 
 if TYPE_CHECKING:
     from multirate.runtime.native.decoder import NativeDecoder
 
+_MOST_ENTERING = abi.constant("MAX_ROWS") - 1  # tokens of a level whose last one has two rows
+_MEASURED_AFTER = 40  # tokens before the drafts that are timed
 _MEASURED_LEVELS = 6  # of the longer of two measured drafts
 
 
+class NativeFusedSequences(FusedSequences):
+    """See FusedSequences. stream, head, layer: what drafts; without a head the text is looked up,
+    and nothing else. own_cache: gives the layer's K/V of the generation. trust: of
+    `shape.unverified`.
+    """
+
+    def __init__(
+        self,
+        decoder: NativeDecoder,
+        stream: abi.CData,
+        head: DraftHead | None,
+        layer: OwnLayer | None,
+        shape: DraftShape,
+        lookups: Lookups,
+        own_cache: Callable[[], NativeKVCache | None] = lambda: None,
+        trust: abi.CData | None = None,
+    ) -> None:
+        self._decoder, self._layer, self._own_cache = decoder, layer, own_cache
+        self._made_of = stream, head, shape, lookups
+        self._trust = trust
+        self._free: list[FusedSteps] = []  # kept for later generations
+        self._entered: dict[int, FusedSteps] = {}
+
+    def _take_free(self) -> FusedSteps:
+        """Those of no sequence yet."""
+        if self._free:
+            return self._free.pop()
+        window = None if self._layer is None else self._layer.window
+        return FusedSteps(self._decoder, *self._made_of, window=window, trust=self._trust)
+
+    def begin(self, cache: KVCache, chooser: TokenChooser, choose_path: ChoosePath) -> None:
+        assert isinstance(cache, NativeKVCache)
+        self._free += self._entered.values()
+        self._entered = {}
+        self._generation = cache, self._own_cache(), chooser, choose_path
+
+    def __contains__(self, seq: int) -> bool:
+        return seq in self._entered
+
+    def enter(
+        self,
+        seq: int,
+        ids: Sequence[int],
+        carried: Tensor | None = None,
+        text: Sequence[int] | None = None,
+        rates: TextRates | None = None,
+        calibration: ConfidenceCounts | None = None,
+    ) -> None:
+        steps = self._entered[seq] = self._take_free()
+        steps.begin(*self._generation)
+        steps.enter(seq, ids, carried, text)
+        steps.learn_from(rates, calibration)
+
+    def run(self, seqs: Sequence[int], growths: Sequence[Growth]) -> list[FusedStep]:
+        return run_together([self._entered[seq] for seq in seqs], growths)
+
+    def nodes(self, seq: int) -> DraftedNodes:
+        return self._entered[seq].nodes()
+
+    def look_up(self, seq: int, most: int) -> tuple[list[int], int]:
+        return self._entered[seq].look_up(most)
+
+    def behind(self, seq: int) -> int:
+        return self._entered[seq].behind
+
+    def unread(self, seq: int) -> UnreadTokens:
+        return self._entered[seq].unread
+
+    @property
+    def refused(self) -> float:  # type: ignore[override]
+        return max((one.step.refused for one in self._entered.values()), default=-np.inf)
+
+    def draft_costs(self, rates: TextRates) -> tuple[float, float]:
+        """Timed on drafts of many levels and of one, over caches of their own (a level alone misses
+        that draft and verification push each other out of the processor's caches). At least two
+        repeats, however long they take.
+        """
+        steps = self._take_free()
+        steps.learn_from(rates)
+        cache = self._decoder.new_cache(1, _MEASURED_AFTER + steps.capacity + 1)
+        cache.commit(0, _MEASURED_AFTER)
+        steps.begin(
+            cache, None if self._layer is None else self._layer.new_cache(1, cache.capacity)
+        )
+        most = min(steps.capacity, _MEASURED_LEVELS)
+        taken: dict[int, list[float]] = {1: [], most: []}
+        deadline = time.perf_counter() + 0.2
+        for repeat in range(40):
+            if repeat >= 2 and time.perf_counter() > deadline:
+                break
+            for depth in taken:
+                steps.enter(0, [0])
+                steps.limits.nodes = depth
+                taken[depth].append(run_together([steps], [Growth(depth)])[0].draft_seconds)
+        steps.limits.nodes = self._made_of[2].nodes
+        self._free.append(steps)
+        # the least: drafts that look dearer than they are may never be tried, and so never timed;
+        # ones that look cheaper are, and the budget policy learns what they take
+        one, many = (min(taken[depth][1:]) for depth in (1, most))
+        level = max(many - one, 0.0) / max(most - 1, 1)
+        return max(one - level, 0.0), level
+
+
 class FusedSteps:
-    """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, ``run``
-    until it ends.
+    """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, then
+    `run_together` until it ends.
 
     stream: what drafts, read with `head`; without one the text is looked up, and nothing else.
     window: how many of the newest tokens the stream's own layer sees; None: all. trust: of
@@ -74,15 +182,13 @@ class FusedSteps:
             ngram=abi.new("NgramLimits", longest=lookups.longest),
         )
         self._longest, refresh = lookups.longest, shape.refresh
-        d, self._drafted_nodes = decoder.info.hidden_size, shape.nodes
+        d = decoder.info.hidden_size
         nodes = shape.nodes + (shape.unverified.nodes if shape.unverified else 0)
-        self._library, self.window = library.kernel(), window
-        self.decoder, self._nodes, self._refresh, self.entered = decoder, nodes, refresh, 0
+        self.window = window
+        self.decoder, self.capacity, self._refresh, self.entered = decoder, nodes, refresh, 0
         room = CAUGHT_UP_WITHIN + nodes + 1
-        self._ids, self._carried = (
-            np.zeros(room, np.int64),
-            torch.zeros(room, d, dtype=torch.float32, device="cpu"),
-        )
+        self._ids = np.zeros(room, np.int64)
+        self._carried = torch.zeros(room, d, dtype=torch.float32, device="cpu")
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._learned: tuple[TextRates | None, ConfidenceCounts | None] = None, None
@@ -103,8 +209,7 @@ class FusedSteps:
         self._choose_path: ChoosePath | None = None
         # the kernel reads them by address
         self._held: tuple[object, ...] = (stream, head, trust)
-        self._free = np.zeros(nodes)
-        self._no_threshold = abi.doubles(self._free)
+        self._no_thresholds = np.zeros(nodes)
         self.step = abi.new(
             "SpeculativeStep",
             stream=stream,
@@ -115,6 +220,7 @@ class FusedSteps:
             norm=decoder.norm_address,
             token_map=head.token_map if head else None,
             exact_head=head.exact if head else None,
+            limits=self.limits,
             ids=abi.longs(self._ids),
             carried=abi.tensor(self._carried),
             tokens=abi.longs(self._tokens),
@@ -167,39 +273,30 @@ class FusedSteps:
             read = carried if self._carries else None
             self.unread.add(ids[:-1], None if read is None else read[:-1].clone())
 
-    def run(self, growth: Growth) -> FusedStep:
-        """One step. The accepted tokens' K/V are in place, uncommitted."""
-        bare = self._chooser is None or self._chooser.bare
-        run = self._library.mr_speculative_step if bare else self._library.mr_speculative_draft
-        self.grow_caches()
-        length, first = self.prepare(growth)
-        catch_up([self])
-        entering, workspace = self.entered - first, self.decoder.workspace.address
-        emitted = run(workspace, self.step, length, first, entering, self.limits)
-        if not bare:
-            emitted = self._accept_chosen(length)
-        if emitted < 0:
-            raise UserError(NOT_FINITE)
-        return self.ended(emitted)
+    @property
+    def bare(self) -> bool:
+        """Whether the kernel chooses the tokens."""
+        return self._chooser is None or self._chooser.bare
 
-    def prepare(self, growth: Growth) -> tuple[int, int]:
-        """The step's limits and noise; → committed tokens, and the first of `ids` that enters."""
+    def prepare(self, growth: Growth) -> None:
+        """The step's limits, caches and noise, and what enters."""
         limits, stream = self.limits, growth.stream
         limits.depth = growth.depth
         limits.deepest = growth.depth if growth.deepest is None else growth.deepest
         limits.ngram.draft_accepted = growth.draft_accepted
         draft_threshold, verify_threshold = (
-            self._no_threshold if threshold is None else abi.doubles(threshold)
+            abi.doubles(self._no_thresholds if threshold is None else threshold)
             for threshold in (growth.draft_threshold, growth.verify_threshold)
         )
         limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
         limits.stream = stream
-        length = self._read_caches()
+        self._read_caches()
         if self._refresh:
-            self._take_back() if stream else self._set_aside()
+            self._take_back() if stream else self._set_aside(self.entered)
         self._take_noise()
         self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
-        return length, 0 if self._refresh and stream else self.entered - 1
+        self.step.first = 0 if self._refresh and stream else self.entered - 1
+        self.step.refresh = self.entered - 1 - self.step.first
 
     def _take_noise(self) -> None:
         """That of the token after the last one."""
@@ -210,26 +307,20 @@ class FusedSteps:
         self.step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
 
-    def ended(self, emitted: int) -> FusedStep:
-        """The step emitted so many tokens."""
-        self.entered = emitted
-        tokens = self._ids[:emitted].tolist()
+    def ended(self) -> FusedStep:
+        """What the step did. The accepted tokens' K/V are in place, uncommitted."""
         step = self.step
+        self.entered = int(step.emitted)
         return FusedStep(
-            tokens,
+            self._ids[: self.entered].tolist(),
             step.drafted,
             step.levels,
             _places(step.unverified),
             step.draft_seconds,
         )
 
-    @property
-    def refused(self) -> float:
-        """The highest score since `begin` that was too low for trust; −inf: none was."""
-        return float(self.step.refused)
-
-    def _accept_chosen(self, length: int) -> int:
-        """The caller's tokens down the draft; → how many. Their K/V move into place."""
+    def accept_chosen(self) -> None:
+        """The caller's tokens down the draft. Their K/V move into place."""
         step = self.step
         assert self._choose_path is not None
         count = step.drafted
@@ -240,10 +331,10 @@ class FusedSteps:
             self._parents[:count].tolist(),
         )
         nodes, tokens = np.array(path, np.int32), np.array(chosen, np.int64)
-        self._library.mr_speculative_accept(
-            step, length, abi.ints(nodes), abi.longs(tokens), len(tokens)
+        step.emitted = len(tokens)
+        library.kernel().mr_speculative_accept(
+            step, abi.ints(nodes), abi.longs(tokens), len(tokens)
         )
-        return len(tokens)
 
     def nodes(self) -> DraftedNodes:
         """The last step's draft."""
@@ -265,18 +356,24 @@ class FusedSteps:
         """Committed tokens that the stream's own layer has not read with their true residuals."""
         return len(self.unread) + self.entered - 1 if self._refresh else 0
 
-    def _set_aside(self) -> None:
-        """The tokens that would have entered the stream wait for its next draft."""
-        carried = self._carried[: self.entered].clone() if self._carries else None
-        self.unread.add(self._ids[: self.entered].tolist(), carried)
+    def _set_aside(self, count: int) -> None:
+        """So many tokens that would have entered the stream wait for its next draft."""
+        carried = self._carried[:count].clone() if self._carries else None
+        self.unread.add(self._ids[:count].tolist(), carried)
 
     def _take_back(self) -> None:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
-        read all weights of the stream again.
+        read all weights of the stream again. Where the last ones are too many, all but one wait.
         """
         self.unread.keep_newest(self.window)
         count, entered = len(self.unread), self.entered
-        if not count or count + entered > CAUGHT_UP_WITHIN + self._nodes + 1:
+        if entered > _MOST_ENTERING:
+            self._set_aside(entered - 1)
+            self._ids[0], self._carried[0] = self._ids[entered - 1], self._carried[entered - 1]
+            self.entered = 1
+            return
+        room = min(CAUGHT_UP_WITHIN + self.capacity + 1, _MOST_ENTERING)
+        if not count or count + entered > room:
             return
         ids, carried = self._ids, self._carried
         ids[count : count + entered] = ids[:entered].copy()
@@ -295,10 +392,8 @@ class FusedSteps:
         """
         self._learned = rates, calibration  # the kernel reads them by address
         if rates is not None:
-            ngram = self.limits.ngram
-            ngram.first_accepted = abi.doubles(rates.first_accepted)
-            ngram.first_against = abi.doubles(rates.first_against)
-            ngram.next_accepted = abi.doubles(rates.next_accepted)
+            for name in ("first_accepted", "first_against", "next_accepted"):
+                setattr(self.limits.ngram, name, abi.doubles(getattr(rates, name)))
         for name in ("tries", "hits"):
             counts = None if calibration is None else getattr(calibration, name)
             setattr(self.limits, name, abi.NULL if counts is None else abi.doubles(counts))
@@ -306,37 +401,6 @@ class FusedSteps:
     def look_up(self, most: int) -> tuple[list[int], int]:
         """What the text had after the tokens it ends in, as `TextSource.look_up`."""
         return self._text.look_up(self.limits.ngram.longest, most)
-
-    def draft_costs(
-        self, cache: NativeKVCache, own: NativeKVCache | None, repeats: int = 40
-    ) -> tuple[float, float]:
-        """See `FusedSequences.draft_costs`: drafts of many levels and of one, over caches of their
-        own (a level alone misses that draft and verification push each other out of the processor's
-        caches). At least two repeats, however long they take.
-        """
-        most = min(self._nodes, _MEASURED_LEVELS)
-        self.begin(cache, own)
-        taken: dict[int, list[float]] = {1: [], most: []}
-        deadline = time.perf_counter() + 0.2
-        for repeat in range(repeats):
-            if repeat >= 2 and time.perf_counter() > deadline:
-                break
-            for depth in taken:
-                self.enter(0, [0])
-                self.limits.nodes = depth
-                self.run(Growth(depth))
-                taken[depth].append(self.step.draft_seconds)
-        self.limits.nodes = self._drafted_nodes
-        # the least: drafts that look dearer than they are may never be tried, and so never timed;
-        # ones that look cheaper are, and the budget policy learns what they take
-        one, many = (min(taken[depth][1:]) for depth in (1, most))
-        level = max(many - one, 0.0) / max(most - 1, 1)
-        return max(one - level, 0.0), level
-
-    @property
-    def slots(self) -> int:
-        """Cache slots that a step may write."""
-        return self._nodes + 1
 
     @property
     def length(self) -> int:
@@ -348,16 +412,16 @@ class FusedSteps:
         length = self.length
         for store in (self.cache, self._own):
             if store is not None:
-                store.make_room_to(length + self._nodes)
+                store.make_room_to(length + self.capacity)
 
-    def _read_caches(self) -> int:
-        """The step is told where the caches are; → the sequence's committed length."""
+    def _read_caches(self) -> None:
+        """The step is told where the caches are, and the sequence's committed length."""
         cache, own, step = self.cache, self._own, self.step
+        step.length = self.length
         step.caches, step.capacity = cache.address, cache.capacity
         self._text.make_room()
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
-        return self.length
 
 
 def _places(bits: int) -> frozenset[int]:
@@ -365,7 +429,31 @@ def _places(bits: int) -> frozenset[int]:
     return frozenset(n for n in range(bits.bit_length()) if bits >> n & 1)
 
 
-def catch_up(every: Sequence[FusedSteps]) -> None:
+def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:
+    """A step of each sequence: a level of all drafts is one pass, and so is their verification."""
+    # the kernel wants those whose stream drafts first
+    order = sorted(range(len(every)), key=lambda i: not growths[i].stream)
+    those = [every[i] for i in order]
+    for one in those:
+        one.grow_caches()
+    for i in order:
+        every[i].prepare(growths[i])
+    _catch_up(those)
+    first, bare = those[0], those[0].bare
+    finite = library.kernel().mr_speculative_steps(
+        first.decoder.workspace.address,
+        abi.ffi.new("SpeculativeStep *[]", [one.step for one in those]),
+        len(those),
+        int(bare),
+    )
+    if not finite:
+        raise UserError(NOT_FINITE)
+    if not bare:
+        first.accept_chosen()
+    return [one.ended() for one in every]
+
+
+def _catch_up(every: Sequence[FusedSteps]) -> None:
     """Tokens that wait for a stream that drafts now, more than enter with its draft, run through
     it; only its own K/V are written.
     """

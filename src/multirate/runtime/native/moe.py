@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from multirate.errors import UserError
-from multirate.runtime.decoder import Decoder, LayerAdapter
-from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.decoder import LayerAdapter
 from multirate.runtime.native import abi
 from multirate.runtime.native.decoder import NativeDecoder
 from multirate.runtime.native.families import MIXTURES
 from multirate.runtime.native.packing import Owner, padded
-from multirate.runtime.noise import Noise
+from multirate.runtime.native.supported import cannot_run
 from multirate.runtime.quantised import weight_of
 from multirate.runtime.rows import Rows
 
@@ -93,7 +92,7 @@ class NativeMoEDecoder(NativeDecoder):
             return f"the native kernel supports mixtures of {', '.join(MOE_FAMILIES)}, not {kind}"
         if config.hidden_act != "silu":
             return f"the native kernel's experts use silu, not {config.hidden_act}"
-        return NativeDecoder.cannot_run(config, model, MIXTURES[kind])
+        return cannot_run(config, model, MIXTURES[kind])
 
     def __init__(self, model: nn.Module, provider: Callable[[], ExpertProvider]) -> None:
         self._provider = provider
@@ -110,12 +109,23 @@ class NativeMoEDecoder(NativeDecoder):
                 f"experts; accepted: 1 to {self.num_experts}"
             )
         config: Any = model.config
-        self.normalise = int(getattr(config, "norm_topk_prob", True))
-        self._layer_of = list(self.row_of)
-        self._router_weights = {
-            i: self._owner.linear(weight_of(moe[i].router)) for i in self.row_of
-        }
-        self.routers = self._router_weights
+        linears = [self._owner.linear(weight_of(moe[i].router)) for i in self.row_of]
+        norms = [self._layers[i].module.post_attention_layernorm.weight for i in self.row_of]
+        self._pointers = (  # the kernel reads them by address
+            abi.ffi.new("Linear *[]", linears),
+            abi.ffi.new("float *[]", [self._owner.floats(norm) for norm in norms]),
+            linears,
+        )
+        self.routers = abi.new(
+            "Routers",
+            routers=self._pointers[0],
+            norms=self._pointers[1],
+            eps=self.eps,
+            experts=self.num_experts,
+            top_k=self.top_k,
+            normalise=int(getattr(config, "norm_topk_prob", True)),
+            hidden=self.info.hidden_size,
+        )
         self._kept: _Routing | None = None
         self.running: tuple[Rows, Any] | None = (
             None  # rows and cache of a pass that Python leads layer by layer
@@ -123,10 +133,6 @@ class NativeMoEDecoder(NativeDecoder):
         self._asked: _Routing | None = (
             None  # of `select`, which is called between a layer's routing and its sum
         )
-        self.norms = {
-            i: self._owner.floats(self._layers[i].module.post_attention_layernorm.weight)
-            for i in self.row_of
-        }
 
     def pack(
         self, index: int, owner: Owner, deltas: Mapping[str, Tensor] | None = None
@@ -135,7 +141,7 @@ class NativeMoEDecoder(NativeDecoder):
             return super().pack(index, owner, deltas)
         return self.pack_attention(index, owner, deltas)
 
-    def layers(
+    def _run(
         self,
         x: Tensor,
         rows: Rows,
@@ -143,27 +149,22 @@ class NativeMoEDecoder(NativeDecoder):
         stop: int,
         cache: Any,
         adapters: Mapping[int, LayerAdapter] | None = None,
-    ) -> Tensor:
-        if start >= stop:
-            return x
-        x = x.float().clone(memory_format=torch.contiguous_format)
-        packed = self.packed_adapters(adapters)
+    ) -> None:
         kernel = self._provider().kernel(self)
         if kernel is not None:
-            self._passes(kernel, x, rows, start, stop, cache, packed, adapters)
-            return x
+            self._passes(kernel, x, rows, start, stop, cache, adapters)
+            return
         begin, self.running = start, (rows, cache)
         try:
             for i in range(start, stop):
                 if i in self.row_of:
-                    self._run(x, rows, begin, i + 1, cache, packed)
+                    super()._run(x, rows, begin, i + 1, cache, adapters)
                     begin = i + 1
                     self._mixture(i, x, rows, None if adapters is None else adapters.get(i))
         finally:
             self.running = None
         if begin < stop:
-            self._run(x, rows, begin, stop, cache, packed)
-        return x
+            super()._run(x, rows, begin, stop, cache, adapters)
 
     def run_ahead(self, x: Tensor, start: int, stop: int) -> None:
         """Layers [start, stop) for x, a guess of what will enter them [N, d] fp32, in place,
@@ -172,7 +173,7 @@ class NativeMoEDecoder(NativeDecoder):
         overwrite them.
         """
         assert self.running is not None
-        self._run(x, self.running[0], start, stop, self.running[1], None)
+        super()._run(x, self.running[0], start, stop, self.running[1])
 
     def route(self, row: int, x: Tensor) -> tuple[Tensor, Tensor]:
         """What the row-th mixture layer's router says of the stream x [N, d] fp32: experts int64
@@ -180,7 +181,7 @@ class NativeMoEDecoder(NativeDecoder):
         """
         if self._asked is None or self._asked.rows != len(x):
             self._asked = self._new_routing(len(x))
-        return self._route(self._layer_of[row], x, self._asked).chosen
+        return self._route(row, x, self._asked).chosen
 
     def _passes(
         self,
@@ -190,7 +191,6 @@ class NativeMoEDecoder(NativeDecoder):
         start: int,
         stop: int,
         cache: Any,
-        packed: abi.CData | None,
         adapters: Mapping[int, LayerAdapter] | None,
     ) -> None:
         """Layers [start, stop) by the kernel, in one call but for adapters beside experts."""
@@ -198,6 +198,7 @@ class NativeMoEDecoder(NativeDecoder):
         beside = {
             i: a for i, a in (adapters or {}).items() if i in self.row_of and "mlp" in a.deltas()
         }
+        packed = self.packed_adapters(adapters)
         cache.make_room(rows)
         for i in range(start, stop):
             if i + 1 < stop and (fast is None or i not in beside):
@@ -214,23 +215,6 @@ class NativeMoEDecoder(NativeDecoder):
                 self._beside(beside[i], routing.normed, x, np.flatnonzero(fast))
             begin = i + 1
 
-    def mixture(self, experts: abi.CData) -> KernelMixture:
-        """What the kernel's passes need of this model. experts: of each row, what its slots
-        hold.
-        """
-        return KernelMixture(self, experts)
-
-    def next_tokens(
-        self,
-        rows: Rows,
-        cache: KVCache,
-        ids: Sequence[int] | None = None,
-        x: Tensor | None = None,
-        start: int = 0,
-        noise: Sequence[Noise] | None = None,
-    ) -> tuple[Tensor, list[int]]:
-        return Decoder.next_tokens(self, rows, cache, ids, x, start, noise)
-
     def select(self, row: int, residual: Tensor) -> np.ndarray:
         """The experts [N, k] that the row-th mixture layer would choose for the stream residual [N,
         d], the likeliest first; overwritten by the next call.
@@ -246,27 +230,16 @@ class NativeMoEDecoder(NativeDecoder):
             self._kept = self._new_routing(rows)
         return self._kept
 
-    def _route(self, layer: int, x: Tensor, into: _Routing) -> _Routing:
+    def _route(self, row: int, x: Tensor, into: _Routing) -> _Routing:
         self._library.mr_route(
-            self._work,
-            self.routers[layer],
-            abi.at(self.norms[layer]),
-            self.eps,
-            abi.tensor(x),
-            into.rows,
-            self.num_experts,
-            self.top_k,
-            self.normalise,
-            *into.addresses,
+            self._work, self.routers, row, abi.tensor(x), into.rows, into.for_kernel
         )
         return into
 
     def _mixture(self, layer: int, x: Tensor, rows: Rows, adapter: LayerAdapter | None) -> None:
-        routing = self._route(layer, x, self._routing(len(x)))
-        uses = _Uses(routing.ids)
-        normed, parts = routing.addresses[0], abi.tensor(routing.parts)
-
         row, provider = self.row_of[layer], self._provider()
+        routing = self._route(row, x, self._routing(len(x)))
+        uses, into = _Uses(routing.ids), routing.for_kernel
 
         def compute(found: Sequence[tuple[int, int]]) -> None:
             counts, wanted, places = uses.of([expert for expert, _ in found])
@@ -276,15 +249,15 @@ class NativeMoEDecoder(NativeDecoder):
                 records,
                 abi.ints(counts),
                 len(found),
-                normed,
+                into.normed,
                 abi.ints(wanted),
                 abi.ints(places),
-                parts,
+                into.parts,
             )
 
         provider.run(row, uses.experts, compute, x, routing.chosen)
         self._library.mr_combine(
-            parts, routing.addresses[-1], *routing.ids.shape, x.shape[1], abi.tensor(x)
+            into.parts, into.weights, *routing.ids.shape, x.shape[1], abi.tensor(x)
         )
         if adapter is not None and rows.accelerated is not None:
             self._beside(adapter, routing.normed, x, np.flatnonzero(rows.accelerated))
@@ -299,35 +272,20 @@ class NativeMoEDecoder(NativeDecoder):
 
 
 class KernelMixture:
-    """A decoder's layers and routers, and the experts of each slot, as experts.h has them. Outlived
-    by the decoder.
+    """A decoder's layers and routers, as experts.h has them, and the experts of each row's slots.
+    Outlived by the decoder.
     """
 
     def __init__(self, decoder: NativeMoEDecoder, experts: abi.CData) -> None:
-        info = decoder.info
-        self._routers = abi.ffi.new("Linear *[]", list(decoder.routers.values()))
-        self._norms = abi.ffi.new("float *[]", [abi.at(one) for one in decoder.norms.values()])
-        self._row_of = np.array(
-            [decoder.row_of.get(i, -1) for i in range(info.num_layers)], np.int32
-        )
-        self._experts = experts
-        routers = abi.new(
-            "Routers",
-            routers=self._routers,
-            norms=self._norms,
-            eps=decoder.eps,
-            experts=decoder.num_experts,
-            top_k=decoder.top_k,
-            normalise=decoder.normalise,
-            hidden=info.hidden_size,
-        )
+        rows = [decoder.row_of.get(i, -1) for i in range(decoder.info.num_layers)]
+        self._row_of, self._experts = np.array(rows, np.int32), experts
         self.packed = abi.new(
             "Mixture",
             shape=decoder.shape,
             layers=decoder.packed_layers,
-            routers=routers,
+            routers=decoder.routers,
             row_of=abi.ints(self._row_of),
-            experts=self._experts,
+            experts=experts,
         )
 
 
@@ -336,29 +294,18 @@ class _Routing:
 
     def __init__(self, rows: int, top_k: int, experts: int, hidden: int) -> None:
         self.rows = rows
-        self.normed, self._logits = (
-            abi.floats_for(rows, hidden),
-            abi.floats_for(rows, padded(experts)),
-        )
-        self.ids, self.weights = (
-            np.empty((rows, top_k), np.int64),
-            np.empty((rows, top_k), np.float32),
-        )
+        self.normed = abi.floats_for(rows, hidden)
+        self._logits = abi.floats_for(rows, padded(experts))
+        self.ids = np.empty((rows, top_k), np.int64)
+        self.weights = np.empty((rows, top_k), np.float32)
         self.parts = abi.floats_for(rows * top_k, hidden)
         self.chosen = torch.from_numpy(self.ids), torch.from_numpy(self.weights)
-        self.addresses = (
-            abi.tensor(self.normed),
-            abi.tensor(self._logits),
-            abi.longs(self.ids),
-            abi.floats(self.weights),
-        )
-        normed, logits, ids, weights = self.addresses
         self.for_kernel = abi.new(
             "RoutedRows",
-            normed=normed,
-            logits=logits,
-            ids=ids,
-            weights=weights,
+            normed=abi.tensor(self.normed),
+            logits=abi.tensor(self._logits),
+            ids=abi.longs(self.ids),
+            weights=abi.floats(self.weights),
             parts=abi.tensor(self.parts),
         )
 

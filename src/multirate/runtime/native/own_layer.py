@@ -88,7 +88,7 @@ class OwnLayer(PackedLayer):
 
     def rows(self, x: Tensor, rows: Rows, cache: KVCache) -> Tensor:
         assert isinstance(cache, NativeKVCache)
-        x = x.float().clone(memory_format=torch.contiguous_format)
+        x = abi.copied(x)
         cache.make_room(rows)
         library.kernel().mr_layers(
             self._decoder.workspace.address,

@@ -1,6 +1,6 @@
-// The reads of a file that wait, run or have ended (queue.c).
-#ifndef MULTIRATE_QUEUE_H
-#define MULTIRATE_QUEUE_H
+// Reads of records from a file into slots: those that wait, run or have ended.
+#ifndef MULTIRATE_RECORDS_H
+#define MULTIRATE_RECORDS_H
 #include <pthread.h>
 #include <time.h>
 
@@ -14,8 +14,7 @@ enum { READ_NONE, READ_QUEUED, READ_RUNNING, READ_ENDED };
 typedef struct {
     int64_t offset, done, order;
     double began, ended;
-    int32_t state, demanded, unwanted,
-        status;          // status: 0, an errno, ECANCELED; ENODATA: the file ends there
+    int32_t state, demanded, unwanted, status; // status: as of EndedRead
     int64_t got, result; // async_reads.c: of the chunk under way; what its request gave, held until
     double due;          // a throttled disk would have read it
 } Read;
@@ -37,10 +36,27 @@ struct Reads {
     Async *async; // or NULL: threads read
 };
 
+// Bytes of the chunk behind `done` ones of a record.
+static inline int64_t chunk_at(const Reads *r, int64_t done) {
+    return r->size - done < r->chunk ? r->size - done : r->chunk;
+}
+
 // The next read of the queue: demands in their order, then predictions in theirs. -1: none.
 int take_next(Reads *r);
 void enqueue(Reads *r, int slot);
 
 // A chunk has been read up to `done`: whether the read is over, which its status then tells.
 int chunk_read(Reads *r, int slot, int32_t status);
+
+// A read for the queue; reads_begin afterwards, which begins what is the caller's to begin.
+void reads_add(Reads *r, int slot, int64_t offset, int64_t order, int demanded);
+void reads_begin(Reads *r);
+
+// async_reads.c: reads by the system.
+int async_open(Reads *r); // 0: it cannot here
+void async_close(Reads *r);
+void async_begin(Reads *r);
+// Takes note of what has ended, after waiting up to `patience` seconds for something to; begins
+// what may begin.
+void async_wait(Reads *r, double patience);
 #endif

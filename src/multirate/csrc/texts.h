@@ -1,6 +1,6 @@
 // Drafts that continue what the text, or another one, had before (lookup.c).
-#ifndef MULTIRATE_LOOKUP_H
-#define MULTIRATE_LOOKUP_H
+#ifndef MULTIRATE_TEXTS_H
+#define MULTIRATE_TEXTS_H
 #include "include/speculate.h"
 
 // Nodes of a draft at most, trusted ones included.
@@ -14,4 +14,13 @@ static inline int node_capacity(const DraftLimits *limits) {
 // the stream is better.
 int worth_continuing(const DraftLimits *limits, double first, double next, int most, double here,
                      double own, int n);
+
+// ---- automaton.c: the longest suffix of a text that occurred earlier in it ----
+
+// Takes in `text` up to `count` tokens, the first `automaton->count` of which it knows.
+void automaton_grow(Automaton *automaton, const int32_t *text, int count);
+
+// The longest end of the text taken in and `drafted` [n] after it that ended before the text's last
+// token: returns its length, and in *end the place after one of its occurrences. 0: there is none.
+int automaton_match(const Automaton *automaton, const int32_t *drafted, int n, int *end);
 #endif

@@ -1,6 +1,6 @@
-// A level of a draft (stream.c).
-#ifndef MULTIRATE_STREAM_H
-#define MULTIRATE_STREAM_H
+// Levels of a draft (stream.c), and whole trees (draft.c).
+#ifndef MULTIRATE_DRAFTS_H
+#define MULTIRATE_DRAFTS_H
 #include "include/speculate.h"
 #include "layers.h"
 
@@ -32,4 +32,17 @@ static inline int entering_layer(const Stream *stream) {
 // layers the target rows leave their keys and values and stay as they enter layer 0.
 void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
                  const int64_t *ids, const Rows *rows, int fresh, const float *carried, float *x);
+
+// The noise of the place `ahead` places after `noise`'s.
+static inline Noise noise_ahead(const Noise *noise, int ahead) {
+    Noise there = *noise;
+    there.place += ahead;
+    return there;
+}
+
+// Whole draft trees of `count` sequences, which share their stream, head and caches: a level of all
+// of them is one pass (the rules in Python: DraftTree; a test holds the two together). Fills each
+// step's tokens, parents, hidden (the target model's residuals entering entering_layer), drafted
+// and text. Uses (capacity + 1) * hidden floats of each step's scratch.
+void draft_trees(Workspace *work, SpeculativeStep *const *steps, int count);
 #endif

@@ -1,6 +1,7 @@
-// The head's best token, found with an 8-bit copy of the head (screen.c).
-#ifndef MULTIRATE_SCREEN_H
-#define MULTIRATE_SCREEN_H
+// Logits of a head's copies: the best token by one in 8 bits (screen.c), and what a quantised one
+// drafts with (head.c).
+#ifndef MULTIRATE_HEADS_H
+#define MULTIRATE_HEADS_H
 #include "workspace.h"
 
 // Upper bounds of what `head` says of rows x [count, inputs], after `norm` where there is one: to
@@ -19,4 +20,10 @@ int64_t screened_token(Workspace *work, const Linear *head, const Screen *screen
 // mr_best has them of the head's own logits: to ids [count, k].
 void screened_best(Workspace *work, const Linear *head, const Screen *screen, int count,
                    float *upper, int vocab, int k, int64_t *ids);
+
+// logits [vocab] are of a quantised copy of `exact` [vocab, d], for the row x [d], which it reads
+// through `norm` [d] (NULL: as it is), with noise of the outputs' tokens in them (NULL: without).
+// The likeliest ones become what `exact` says.
+void refine_likeliest(const bf16 *exact, const float *x, const float *norm, float eps, int d,
+                      int vocab, const Noise *noise, const int64_t *token_map, float *logits);
 #endif

@@ -14,6 +14,22 @@ TEXT, MACHINE, ADVANCED = "Input and output", "Hardware", "Advanced"
 MEASURED, OPTIMIZER, FILES = "What is measured", "Optimizer and loss", "Data and checkpoints"
 SAMPLING, DYNAMIC, EXPERTS = "Sampling", "Dynamic mode (lossy)", "Experts loaded from disk"
 
+PANELS = {
+    **dict.fromkeys(("lr", "warmup_steps", "gradient_accumulation", "seed"), OPTIMIZER),
+    **dict.fromkeys(
+        (
+            "max_length",
+            "heldout_files",
+            "heldout_samples",
+            "checkpoint_steps",
+            "log_every",
+            "teacher_states",
+        ),
+        FILES,
+    ),
+    **dict.fromkeys(("tokens_per_batch", "precision", "compile"), MACHINE),
+}
+"""The groups of training settings."""
 _NAMES = 30
 """Widest column of names."""
 _KINDS = {

@@ -24,8 +24,9 @@ from multirate.cli import (
     train,
     tune,
 )
-from multirate.cli.errors import Group, checked
+from multirate.cli.errors import Group
 from multirate.cli.help import Command
+from multirate.cli.signature import flat
 from multirate.cli.version import version_text
 
 EXAMPLES = """\
@@ -60,9 +61,7 @@ for name, module, panel, summary in (
     ("inspect", inspect, RESEARCH, "Draw a model's residuals on an HTML page."),
     ("pack", pack, RESEARCH, "Pack a mixture's experts for loading from disk."),
 ):
-    app.command(name, cls=Command, rich_help_panel=panel, short_help=summary)(
-        checked(module.command)
-    )
+    app.command(name, cls=Command, rich_help_panel=panel, short_help=summary)(flat(module.command))
 
 
 def _version(wanted: bool) -> None:

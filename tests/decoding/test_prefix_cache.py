@@ -111,10 +111,9 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
     shape = BaseShape.of(LLAMA)
     if name == "kangaroo":
         # nearly the early exit after all layers but one: some drafts are accepted
-        config = KangarooConfig.for_base(shape, exit_layer=3, threshold=0.0, max_draft=4)
-        return KangarooDrafter(
-            decoder, KangarooAdapter(config, shape), KangarooDecodeConfig(window=seen)
-        )
+        config = KangarooConfig.for_base(shape, exit_layer=3)
+        chain = KangarooDecodeConfig(window=seen, threshold=0.0, max_draft=4)
+        return KangarooDrafter(decoder, KangarooAdapter(config, shape), chain)
     if name.startswith("m2r2"):
         stream = AcceleratedStream(M2R2Config.for_base(shape, name, gates=(2,)), shape)
         with torch.no_grad():

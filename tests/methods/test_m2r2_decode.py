@@ -528,7 +528,6 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
             nodes=9,
             draft_threshold=0.3,
             verify_threshold=0.2,
-            sharpness=9.0,
             lookup=lookup,
         )
         out = generate(
@@ -571,7 +570,6 @@ def test_settings_out_of_range_are_named():
     for wrong in (
         {"lookup": "x"},
         {"nodes": 2.5},
-        {"sharpness": "sharp"},
         {"verify_threshold": [1]},
         {"depth": True},
     ):

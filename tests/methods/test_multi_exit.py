@@ -107,8 +107,6 @@ def test_thresholds_are_the_papers_or_on_the_line_through_them() -> None:
     exits = LinearExits(LiteConfig.for_base(teacher.shape, exits=[1, 3]), teacher.shape)
     with pytest.raises(UserError, match=r"thresholds has 1 values; accepted: one for each"):
         find("lite").make_step(decoder, exits, {"thresholds": [0.5]})
-    with pytest.raises(UserError, match="thresholds"):
-        LiteConfig(exits=(1, 3), thresholds=(0.5,))
     with pytest.raises(UserError, match="lite's exits are"):
         LiteConfig.for_base(teacher.shape, exits=[4])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.lookup import check_texts
@@ -20,17 +20,18 @@ MAX_WINDOW = 1 << 30
 class StreamDecodeConfig(MethodConfig):
     """How draft trees grow. Shared by m2r2, m2r2-carry, eagle, eagle3 and kangaroo."""
 
+    SHARPNESS: ClassVar[float] = 2.0
+    """Path probabilities multiply softmax(SHARPNESS · logits) of the draft branch. A value above 1
+    accounts for greedy verification: the probability that a token is the full model's argmax is
+    larger than the probability of drawing it.
+    """
+
     depth: int = 8
     """Maximum number of levels in a draft."""
     width: int = 2
     """Nodes drafted from per level."""
     nodes: int = 11
     """Maximum number of nodes verified at once."""
-    sharpness: float = 2.0
-    """Path probabilities multiply softmax(sharpness · logits) of the draft branch. A value above 1
-    accounts for greedy verification: the probability that a token is the full model's argmax is
-    larger than the probability of drawing it.
-    """
     draft_threshold: float | None = None
     """Minimum path probability (draft_tree.py) of a node to draft from. Null: computed from
     measured costs, so that a node is added exactly when it raises the expected tokens per second.
@@ -58,7 +59,6 @@ class StreamDecodeConfig(MethodConfig):
         super().check()
         for name, low, high in self.ranges():
             self.require(low <= getattr(self, name) <= high, name, f"{low} to {high}")
-        self.require(self.sharpness > 0, "sharpness", "above 0")
         check_texts(self, self.texts, bool(self.lookup))
         self.require(
             self.window is None or 1 <= self.window <= MAX_WINDOW,

@@ -57,19 +57,6 @@ class M2R2Config(MethodConfig):
     """
     block: bool = False
     """One transformer block at each gate, with its own keys and values [ours]."""
-    block_intermediate: int = 0
-    """Width of the block's MLP. ``for_base`` sets this and the following sizes from the base model.
-    """
-    block_heads: int = 0
-    """Query heads of the block."""
-    block_kv_heads: int = 0
-    """Key/value heads of the block; a divisor of block_heads."""
-    block_head_dim: int = 0
-    """Width of a head of the block; even."""
-    norm_eps: float = 1e-5
-    """Epsilon of the block's RMS norms."""
-    rope_theta: float = 10000.0
-    """Base of the block's rotary embedding."""
     reinitialise: bool = True
     """Restarts the stream from the slow residual at every gate (paper)."""
     arla_dim: int = 64
@@ -92,8 +79,6 @@ class M2R2Config(MethodConfig):
     """Size of the reduced draft head, which covers the most frequent tokens of the training data.
     Null: the full head. [ours]
     """
-    preset: str = "m2r2"
-    """"m2r2" or "m2r2-carry"."""
 
     def check(self) -> None:
         g = self.gates
@@ -102,7 +87,6 @@ class M2R2Config(MethodConfig):
             "gates",
             "increasing layer counts of at least 1",
         )
-        self.require(self.preset in PRESETS, "preset", " or ".join(PRESETS))
         self.require_count("rank")
         self.require_count("arla_dim", least=0)
         self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
@@ -120,20 +104,6 @@ class M2R2Config(MethodConfig):
             f"at most {MOST_TAPS} increasing layers above the last gate; none without carry",
         )
         self.require_draft_vocab()
-        self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
-        self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
-        if self.block:
-            self.require_count(
-                "block_intermediate", "block_heads", "block_kv_heads", "block_head_dim"
-            )
-            self.require(
-                self.block_heads % self.block_kv_heads == 0,
-                "block_kv_heads",
-                "a divisor of block_heads",
-            )
-            self.require(
-                self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)"
-            )
 
     def check_base(self, base: BaseShape) -> None:
         """Raises UserError for a config that does not fit ``base``."""
@@ -162,16 +132,7 @@ class M2R2Config(MethodConfig):
         """
         if preset not in PRESETS:
             raise UserError(f"M2R2 preset '{preset}' is unknown; accepted: {' or '.join(PRESETS)}.")
-        values: dict[str, Any] = {
-            "preset": preset,
-            "norm_eps": base.norm_eps,
-            "rope_theta": base.rope_theta,
-            "block_heads": base.num_heads,
-            "block_kv_heads": base.num_kv_heads,
-            "block_head_dim": base.head_dim,
-            # a multiple of 64 keeps packed kernels on whole tiles
-            "block_intermediate": max(64, round(base.intermediate_size / 64) * 64),
-        }
+        values: dict[str, Any] = {}
         gated = base.has_sites("gate", "up", "down") and not base.is_moe
         if not base.has_sites("q", "o"):
             values |= {"attention_adapter": False}

@@ -131,7 +131,9 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-        tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0, window=seen)
+        tree = Eagle3DecodeConfig(
+            depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0, window=seen
+        )
         return Eagle3Drafter(decoder, layer, tree)
     if name == "hydra":
         heads = HydraHeads(HydraConfig.for_base(shape, layers=2), shape)

@@ -18,6 +18,7 @@ from multirate.cli import (
     generate,
     info,
     inspect,
+    methods,
     pack,
     quantize,
     texts,
@@ -48,6 +49,7 @@ USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts
 for name, module, panel, summary in (
     ("generate", generate, USE, "Generate text from a prompt."),
     ("demo", demo, USE, "Watch a model answer with and without drafts."),
+    ("methods", methods, USE, "List the methods, and their settings."),
     ("info", info, USE, "Show what a model is and how it runs here."),
     ("quantize", quantize, USE, "Write a model as a quantised GGUF file."),
     ("train", train, TRAIN, "Train an accelerator for a model."),

@@ -27,6 +27,8 @@ class MethodConfig:
     """
 
     METHOD: ClassVar[str] = ""
+    FROM_BASE: ClassVar[dict[str, str]] = {}
+    """In words, the defaults that a base model decides."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from multirate.methods._shared.config import MethodConfig
-from multirate.methods._shared.reduced_head import default_draft_vocab
+from multirate.methods._shared.reduced_head import DEFAULT_IN_WORDS, default_draft_vocab
 from multirate.methods._shared.shape import BaseShape
 
 
@@ -15,6 +15,14 @@ class FeatureConfig(MethodConfig):
     """A Llama-like layer that drafts from the previous token's hidden state. ``for_base`` takes its
     sizes from the base model.
     """
+
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(
+            ("heads", "kv_heads", "head_dim", "intermediate", "norm_eps", "rope_theta"),
+            "the model's",
+        ),
+        "draft_vocab": DEFAULT_IN_WORDS,
+    }
 
     heads: int
     """Query heads of the layer."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
 from typing import Any, get_type_hints
@@ -19,9 +19,8 @@ class Setting:
 
     name: str
     accepted: str
-    default: Any
-    """MISSING: the base model decides, or the user must."""
     help: str
+    default: str = ""
 
 
 @cache
@@ -40,15 +39,21 @@ def field_help(config: type) -> dict[str, str]:
     return found
 
 
-def settings_of(config: type) -> list[Setting]:
+def settings_of(config: Any) -> list[Setting]:
     """The fields of a configuration, in their order."""
     hints, texts = get_type_hints(config), field_help(config)
     return [
         Setting(
             field.name,
-            spell(hints[field.name]).replace(" of at most 63 bits", ""),
-            field.default if field.default_factory is MISSING else field.default_factory(),
+            _accepted(hints[field.name]),
             texts[field.name],
         )
         for field in fields(config)
     ]
+
+
+def _accepted(hint: Any) -> str:
+    said = spell(hint).replace(" of at most 63 bits", "")
+    for one in ("whole number", "number"):
+        said = said.replace(f"a list of a {one}", f"a list of {one}s")
+    return said

@@ -8,14 +8,12 @@ instead (stream_drafter.py).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest
 from multirate.decoding.speculate.text_source import TextSource
-from multirate.methods._shared.config import MethodConfig
-from multirate.methods._shared.lookup import Lookup, check_texts
+from multirate.methods._shared.lookup import Lookup, LookupConfig
 from multirate.methods._shared.wrapped_drafter import WrappedDrafter
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
@@ -26,20 +24,8 @@ MOST_TOKENS = 10
 """Of a looked-up draft."""
 
 
-@dataclass(frozen=True)
-class JoinedConfig(MethodConfig):
-    """Settings of drafters that can be combined with text lookup."""
-
-    lookup: Literal["sam", 0] = 0
-    """"sam": the end of the text is looked up in a suffix automaton. 0: no lookup."""
-    texts: str | None = None
-    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
-    that the package has for it. Null: none.
-    """
-
-    def check(self) -> None:
-        super().check()
-        check_texts(self, self.texts, bool(self.lookup))
+class JoinedConfig(LookupConfig):
+    """Settings of drafters whose drafts the text's replace."""
 
     def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
         """The drafter that these settings ask for, with drafts that `decoder` verifies."""

@@ -19,8 +19,13 @@ class Eagle3Config(FeatureConfig):
 
     METHOD: ClassVar[str] = "eagle3"
 
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        **FeatureConfig.FROM_BASE,
+        "taps": "2, L/2 and L − 3 (the paper's); 0, L/2 and L in models under 10 layers",
+    }
+
     taps: tuple[int, ...] = ()
-    """Three layers whose input residuals are read (the paper: 2, L/2 and L − 3)."""
+    """Three layers whose input residuals are read."""
     norm_before_residual: bool = False
     """Whether the residual path also starts from the normed feature, as in some published
     checkpoints.

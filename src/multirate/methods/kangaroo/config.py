@@ -16,6 +16,7 @@ class KangarooConfig(MethodConfig):
     """
 
     METHOD: ClassVar[str] = "kangaroo"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exit_layer": "L/16, at least 1"}
 
     exit_layer: int
     """Layers of the base model before the adapter (the paper: 2 of 32)."""

@@ -27,6 +27,7 @@ class KangarooDecodeConfig(StreamDecodeConfig):
     SHARPNESS: ClassVar[float] = 1.0
 
     width: int = 1
+    """Nodes drafted from per level; 1: chains, as in the paper."""
     threshold: float = 0.6
     """Without lookup, drafting stops after a token whose top-1 probability is below this; that
     token is still verified.

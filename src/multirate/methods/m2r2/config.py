@@ -32,33 +32,36 @@ class M2R2Config(MethodConfig):
     """
 
     METHOD: ClassVar[str] = "m2r2"
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "gates": "m2r2: L/4, L/2 and 3L/4 (their number is ours); m2r2-carry: 1"
+    }
 
     gates: tuple[int, ...]
     """Exit gates, in increasing order: gate G reads the stream after G layers. Drafts use the first
-    one.
+    one. [the paper]
     """
     rank: int = 64
-    """Rank of every adapter [ours]."""
+    """Rank of every adapter. [ours]"""
     attention_adapter: bool = True
-    """Low-rank updates of the q and o projections [ours]."""
+    """Low-rank updates of the q and o projections. [ours]"""
     mlp_adapter: Literal["parallel", "lora", "none"] = "parallel"
     """parallel: one adapter beside the whole MLP [ours, closest to the paper]. lora: adapters on
     gate, up and down [ours].
     """
     carry: bool = False
-    """Adds a projection of the previous token's final residual to the stream's start [ours]."""
+    """Adds a projection of the previous token's final residual to the stream's start. [ours]"""
     taps: tuple[int, ...] = ()
     """Inner layers whose input residuals are added to the carried residual of a verified token,
     through one matrix that starts at zero. Needs carry. [ours, as EAGLE-3]
     """
     fuse: bool = False
     """Mixes the stream with the carried residual (if there is one) at each gate, through one matrix
-    that training initialises by least squares [ours].
+    that training initialises by least squares. [ours]
     """
     block: bool = False
-    """One transformer block at each gate, with its own keys and values [ours]."""
+    """One transformer block at each gate, with its own keys and values. [ours]"""
     reinitialise: bool = True
-    """Restarts the stream from the slow residual at every gate (paper)."""
+    """Restarts the stream from the slow residual at every gate. [the paper]"""
     arla_dim: int = 64
     """Width of ARLA's latents; 0: no ARLA. Latent attention over gates is the paper's; the width is
     ours.

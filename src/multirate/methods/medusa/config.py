@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from multirate.decoding.speculate.drafter import MAX_TREE_NODES
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.joined_drafter import JoinedConfig
-from multirate.methods._shared.reduced_head import default_draft_vocab
+from multirate.methods._shared.reduced_head import DEFAULT_IN_WORDS, default_draft_vocab
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.draft_branch import DraftWeights
 
@@ -28,6 +28,7 @@ class MedusaConfig(MethodConfig):
     """The heads."""
 
     METHOD: ClassVar[str] = "medusa"
+    FROM_BASE: ClassVar[dict[str, str]] = {"draft_vocab": DEFAULT_IN_WORDS}
 
     heads: int = 3
     """Number of heads, from 1 to 16; head k drafts the token k places after the next."""

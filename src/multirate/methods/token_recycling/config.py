@@ -22,8 +22,8 @@ class TokenRecyclingConfig(JoinedConfig):
     """How many successors of each token are remembered."""
     nodes: int = 16
     """Maximum number of nodes in a draft. It grows by how often successors of each rank were
-    accepted lately, weighed against a row's measured cost [ours], and is STATIC_TREE while that
-    cost is unknown.
+    accepted lately, weighed against a row's measured cost [ours]. While that cost is unknown it
+    has 4, 4, 3 and 2 nodes at depth 1 to 4.
     """
 
     def check(self) -> None:

@@ -62,7 +62,6 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
     METHOD: ClassVar[str] = "calm-classifier"
 
     threshold: float | None = 0.5
-    """As in CalmDecodeConfig."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +71,7 @@ class CalmClassifierConfig(ExitsConfig):
     """
 
     METHOD: ClassVar[str] = "calm-classifier"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exits": "four in the upper third"}
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:

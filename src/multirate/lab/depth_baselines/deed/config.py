@@ -18,6 +18,7 @@ class DeedConfig(ExitsConfig):
     """An adapter before the base's head at each exit; also see ExitsConfig."""
 
     METHOD: ClassVar[str] = "deed"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exits": "six, from L/4 on (the paper: every layer)"}
 
     rank: int = 128
     """Width of an adapter."""

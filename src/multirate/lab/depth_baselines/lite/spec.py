@@ -36,6 +36,9 @@ class LiteConfig(ExitsConfig):
     """One linear map before the base's head at each exit; also see ExitsConfig."""
 
     METHOD: ClassVar[str] = "lite"
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "exits": "six, from L/4 on (the paper: 8, 12, …, 28 of 32)"
+    }
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:

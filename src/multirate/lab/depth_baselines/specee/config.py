@@ -16,6 +16,9 @@ class SpecEEConfig(ExitsConfig):
     """
 
     METHOD: ClassVar[str] = "specee"
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "exits": "every layer from L/4 on (the paper: every layer)"
+    }
 
     rank: int = 512
     """Width of the proposer's MLP."""

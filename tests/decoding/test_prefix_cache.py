@@ -30,10 +30,10 @@ from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
 from multirate.methods._shared.draft_runner import PackedRunner
+from multirate.methods._shared.feature_drafter import FeatureDrafter
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
-from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
@@ -134,7 +134,7 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
         tree = Eagle3DecodeConfig(
             depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0, window=seen
         )
-        return Eagle3Drafter(decoder, layer, tree)
+        return FeatureDrafter(decoder, layer, tree)
     if name == "hydra":
         heads = HydraHeads(HydraConfig.for_base(shape, layers=2), shape)
         with torch.no_grad():

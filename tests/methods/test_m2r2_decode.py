@@ -35,8 +35,6 @@ from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter, make_runner
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.methods.prompt_lookup.config import PromptLookupConfig
-from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.spec import find
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.native import NativeDecoder
@@ -557,7 +555,7 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
     decoder, prompt, stop = decoders["native"], [[8, 9] * 20], StopSettings(max_new_tokens=90)
     plain = generate(decoder, PlainStep(), prompt, stop=stop)
     for tokens in (63, 64, 100):
-        drafter = PromptLookupDrafter(decoder, PromptLookupConfig(tokens=tokens))
+        drafter = find("prompt_lookup").make_drafter(decoder, settings={"tokens": tokens})
         assert (
             generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences
             == plain.sequences

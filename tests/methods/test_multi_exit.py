@@ -15,8 +15,7 @@ import multirate
 from multirate.errors import UserError
 from multirate.lab.depth_baselines._shared.linear_exits import LinearExits, start_from_least_squares
 from multirate.lab.depth_baselines._shared.multi_exit import MultiExitObjective
-from multirate.lab.depth_baselines.deed.config import DeedConfig
-from multirate.lab.depth_baselines.deed.modules import AdaptedExits
+from multirate.lab.depth_baselines.deed.modules import AdaptedExits, DeedConfig
 from multirate.lab.depth_baselines.deed.spec import DeedObjective
 from multirate.lab.depth_baselines.free.spec import FreeConfig, FreeDecodeConfig, FreeObjective
 from multirate.lab.depth_baselines.lite.spec import (

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.methods._shared.heads_runner import HeadsRunner
+from multirate.methods._shared.heads import HeadsRunner
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.runtime.captured import StaticSlots, likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder

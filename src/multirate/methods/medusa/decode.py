@@ -12,7 +12,7 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, DraftRequest, Traits, Verified
 from multirate.errors import UserError
-from multirate.methods._shared.heads_drafter import HeadsDrafter
+from multirate.methods._shared.heads import HeadsDrafter
 from multirate.methods.medusa.config import WIDTHS, MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import make_runner

@@ -26,8 +26,6 @@ ALL = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """The questions."""
-
     suite: Annotated[
         str,
         typer.Option(

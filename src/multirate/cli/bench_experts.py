@@ -63,7 +63,6 @@ class ExpertOptions:
 
     @property
     def bytes_per_second(self) -> int | None:
-        """The disk speed; None: no limit."""
         from multirate.experts.named_policies import parse_bytes
 
         speed = self.disk_speed
@@ -148,7 +147,6 @@ def command(
 def _content(
     engine: Engine, run: ExpertRun, how: Measuring, prompts: int, speed: int | None
 ) -> dict[str, Any]:
-    """The JSON of a run."""
     from multirate import provenance
 
     assert engine.experts is not None and engine.experts.runtime is not None

@@ -34,8 +34,6 @@ class BenchMachine(options.Machine):
 
 @dataclass(frozen=True)
 class Measuring:
-    """How a run measures."""
-
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 256
@@ -68,8 +66,6 @@ class Measuring:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run measured."""
-
     content: dict[str, Any]
     """Its JSON."""
     rows: list[Row]
@@ -191,7 +187,6 @@ def _content(
     how: Measuring,
     **more: Any,
 ) -> dict[str, Any]:
-    """The JSON of a run."""
     from multirate import provenance
     from multirate.lab.bench import report
     from multirate.lab.bench.predicted import predictions, trained

@@ -60,8 +60,6 @@ class Target:
 
 @dataclass(frozen=True)
 class Tried:
-    """The settings to try."""
-
     tries: Annotated[
         int | None,
         options.advanced(
@@ -164,7 +162,6 @@ def _prompts(engine: Engine, target: Target) -> list[list[int]]:
 
 
 def _store(folder: Path, made: guarantees.Guarantee) -> None:
-    """Stores and prints what was found."""
     guarantees.store(folder, made)
     for tried, loss in made.tried:
         options.note(f"threshold {tried:.4f}: {100 * loss:.2f}% of the tokens differ")

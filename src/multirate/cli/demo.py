@@ -42,7 +42,6 @@ def is_trained(method: str) -> bool:
 
 
 def label(method: str) -> str:
-    """A method's name in the table."""
     from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import PLAIN, find, parse_variant
 
@@ -100,7 +99,6 @@ def answer(engine: Engine, method: str, heading: str, max_new_tokens: int) -> No
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """The rows in four columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -127,7 +125,6 @@ def _same_text(row: Row) -> str:
 
 
 def explanation(rows: Sequence[Row]) -> list[str]:
-    """What the table shows, in sentences."""
     from multirate.lab.bench.rows import REFERENCES, reference_row
 
     against = reference_row(rows)

@@ -33,12 +33,10 @@ class Group(TyperGroup):
         Command.format_options(self, ctx, formatter)  # type: ignore[arg-type]
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes how to get more help."""
         with formatter.indentation():
             formatter.write_text("\nmultirate COMMAND --help shows a command's options.")
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show(warnings.showwarning)

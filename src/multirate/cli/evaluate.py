@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Asked:
-    """The tasks."""
-
     tasks: Annotated[
         str | None,
         typer.Option(

@@ -29,8 +29,6 @@ ENDINGS = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """The text to answer."""
-
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Your prompt.")] = None
     prompt_file: Annotated[
         Path | None, typer.Option(help="Read the prompt from a UTF-8 file (default: stdin).")
@@ -99,8 +97,6 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Ending:
-    """Where the text ends."""
-
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
@@ -115,7 +111,6 @@ class Ending:
     )
 
     def settings(self, engine: Engine, ids: list[int]) -> StopSettings:
-        """Stop settings of the answer to a prompt."""
         if self.max_new_tokens is None:
             return engine.stopping_after([ids], self.stop)
         return engine.stopping(self.max_new_tokens, self.stop)
@@ -123,8 +118,6 @@ class Ending:
 
 @dataclass(frozen=True)
 class How:
-    """Arguments of `Engine.generate`."""
-
     method: Annotated[
         str | None,
         typer.Option(
@@ -139,8 +132,6 @@ class How:
 
 @dataclass(frozen=True)
 class OfExperts:
-    """How experts are loaded from disk."""
-
     experts: options.Experts = None
     expert_memory: options.ExpertMemory = None
     expert_policy: options.ExpertPolicy = "aot"

@@ -42,10 +42,7 @@ _KINDS = {
 
 
 class Command(TyperCommand):
-    """A command whose options are printed in groups."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then each group of options."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -59,7 +56,6 @@ class Command(TyperCommand):
 
 
 def write_commands(group: Any, ctx: Any, formatter: Any) -> None:
-    """Writes each group of a program's commands."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)

@@ -103,7 +103,6 @@ def _notes(accelerator: Any, quality: float | None) -> None:
 def _prompts(
     engine: Any, prompt: str | None, data: list[Path], limit: int, max_new_tokens: int, raw: bool
 ) -> list[list[int]]:
-    """Token ids."""
     from multirate.lab.calibration.measure import read_prompts
 
     tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions

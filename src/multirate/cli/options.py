@@ -112,8 +112,6 @@ ExpertPredictor = Annotated[
 
 @dataclass(frozen=True)
 class Loading:
-    """How a model is loaded."""
-
     dtype: Dtype = "auto"
     weights: Weights = "file"
     device: Device = "auto"
@@ -127,12 +125,9 @@ class Loading:
 
 @dataclass(frozen=True)
 class Machine(Loading):
-    """How a model is loaded and run."""
-
     backend: Backend = "auto"
 
     def attach(self, model: str | None) -> tuple[LoadedModel, Engine]:
-        """Loads the model and makes its engine."""
         from multirate.engine import attach
 
         loaded = self.load(model)
@@ -178,7 +173,6 @@ def threads_line(decoder: Any) -> str:
 
 
 def keep_transformers_quiet() -> None:
-    """Turns off the progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -121,7 +121,6 @@ def _engine(
 
 
 def _with_weights(model: Any, weights: str) -> Any:
-    """A loaded model with these weights: see `attach`."""
     if weights != "bf16":
         return quantised_for_kernel(model, weights)
     if not is_quantised(model) and model.dtype != torch.bfloat16:

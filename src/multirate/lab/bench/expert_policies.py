@@ -79,7 +79,6 @@ class ExpertRun:
 
     @property
     def rows(self) -> list[ExpertRow]:
-        """Of all budgets."""
         return [row for _, rows in self.budgets for row in rows]
 
 
@@ -143,8 +142,6 @@ class _Run:
 
 
 class _Answers:
-    """Answers prompts with one runtime after another."""
-
     def __init__(self, engine: Engine, max_new_tokens: int) -> None:
         self._engine, self._stop = engine, engine.stopping(max_new_tokens, ())
 

@@ -28,7 +28,6 @@ class BranchReading:
         self.refreshed = self.seen_from = 0
 
     def begin(self) -> None:
-        """A generation begins with nothing read."""
         self.waiting, self.refreshed, self.seen_from = {}, 0, 0
 
     def left_behind(self) -> WaitingTokens:

@@ -67,7 +67,6 @@ class MethodConfig:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields' names."""
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:

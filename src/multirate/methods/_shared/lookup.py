@@ -21,8 +21,6 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Lookup(Lookups):
-    """How the text is looked up."""
-
     given: GivenTexts | None = None
     """Other texts to search as well."""
 
@@ -53,7 +51,6 @@ class Lookup(Lookups):
         return max(told - self.longest, 0)
 
     def source(self) -> TextSource:
-        """A text source for a new text."""
         own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
         return own if self.given is None else WithGivenTexts(own, self.given)
 

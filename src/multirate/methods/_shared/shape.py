@@ -28,7 +28,6 @@ class BaseShape:
 
     @property
     def is_moe(self) -> bool:
-        """Whether layers have experts."""
         return self.num_experts > 0
 
     @property

@@ -244,7 +244,6 @@ class StreamDrafter(Drafter):
         )
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
-        """The sequence's first fused step begins."""
         waiting, known = self._reading.waiting.pop(seq), self._choice.estimates(seq)
         fused.enter(
             seq,

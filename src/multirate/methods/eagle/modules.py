@@ -26,8 +26,6 @@ from multirate.runtime.draft_branch import BranchHead, DraftBranch, Linear
 
 
 class EagleLayer(FeatureStream):
-    """See the module's docstring."""
-
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, base: BaseShape) -> None:

@@ -60,6 +60,4 @@ class Eagle3Config(FeatureConfig):
 
 @dataclass(frozen=True)
 class Eagle3DecodeConfig(StreamDecodeConfig):
-    """How drafts grow; see StreamDecodeConfig."""
-
     METHOD: ClassVar[str] = "eagle3"

@@ -15,8 +15,6 @@ from multirate.runtime.draft_branch import DraftWeights
 
 @dataclass(frozen=True)
 class HydraConfig(MethodConfig):
-    """Hydra++."""
-
     METHOD: ClassVar[str] = "hydra"
     FROM_BASE: ClassVar[dict[str, str]] = {"draft_vocab": DEFAULT_IN_WORDS}
 

@@ -98,7 +98,6 @@ class HydraDrafter(HeadsDrafter):
 
     @torch.no_grad()
     def _first_head(self) -> object:
-        """The first head on one row."""
         return self.runner.best(1, self.row, [0], np.zeros(1, np.int32), self._candidates)
 
     @torch.no_grad()

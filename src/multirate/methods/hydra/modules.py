@@ -43,8 +43,6 @@ class HydraHead(nn.Module):
 
 
 class HydraHeads(nn.Module):
-    """See the module's docstring."""
-
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 

@@ -77,7 +77,6 @@ class HydraRunner(HeadsRunner):
         return found[:, : -2 * count].to(z.dtype), likeliest_of(found[:, -2 * count :])
 
     def _said(self, k: int, z: Tensor) -> Tensor:
-        """See HydraHeads.student."""
         return self.heads.student(k, z)
 
     def _prefixed_rows(

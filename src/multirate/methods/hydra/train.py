@@ -17,8 +17,6 @@ from multirate.methods.hydra.modules import HydraHeads
 
 
 class HydraObjective(HeadsObjective):
-    """See HeadsObjective."""
-
     heads: HydraHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:

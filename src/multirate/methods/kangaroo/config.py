@@ -39,5 +39,4 @@ class KangarooConfig(MethodConfig):
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:
-        """Exit after L/16 layers (the paper's 2 of 32)."""
         return {"exit_layer": max(1, round(base.num_layers / 16))}

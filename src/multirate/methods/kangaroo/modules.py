@@ -24,8 +24,6 @@ from multirate.runtime.rows import Rows
 
 
 class KangarooAdapter(nn.Module):
-    """See the module's docstring."""
-
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 

@@ -25,8 +25,6 @@ from multirate.runtime.rows import Rows
 
 @dataclass(frozen=True)
 class LayerSkipConfig(MethodConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "layerskip"
 
     exit_layer: int = 0

@@ -36,7 +36,6 @@ class M2R2DecodeConfig(StreamDecodeConfig):
 
     @property
     def leaves_early(self) -> bool:
-        """Whether any token may leave early."""
         return any(threshold is not None for threshold in self.exit_thresholds or ())
 
 

@@ -25,8 +25,6 @@ def nodes_of(widths: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MedusaConfig(MethodConfig):
-    """The heads."""
-
     METHOD: ClassVar[str] = "medusa"
     FROM_BASE: ClassVar[dict[str, str]] = {"draft_vocab": DEFAULT_IN_WORDS}
 
@@ -51,8 +49,6 @@ class MedusaConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MedusaDecodeConfig(JoinedConfig):
-    """Decoding settings; also see JoinedConfig."""
-
     METHOD: ClassVar[str] = "medusa"
 
     widths: tuple[int, ...] | None = None

@@ -28,8 +28,6 @@ STATIC_TREE = (4, 4, 3, 2)
 
 @dataclass(frozen=True)
 class TokenRecyclingConfig(JoinedConfig):
-    """Decoding settings; also see JoinedConfig."""
-
     METHOD: ClassVar[str] = "token_recycling"
 
     k: int = 8

@@ -18,8 +18,6 @@ from multirate.runtime.rows import Rows
 
 @dataclass(frozen=True)
 class TwoModelConfig(JoinedConfig):
-    """Decoding settings; also see JoinedConfig."""
-
     METHOD: ClassVar[str] = "two_model"
 
     draft: str | None = None
@@ -69,7 +67,6 @@ class TwoModelDrafter(Drafter):
         return length if cache is self._base_cache else 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        """Goes on in the draft model's cache."""
         assert self._cache is not None
         self._cache.truncate(0, min(self._cache.lengths[0], cache.lengths[0]))
         self._sampler, self._written = sampler, {}

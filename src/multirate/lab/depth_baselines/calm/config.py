@@ -37,8 +37,6 @@ class CalmDecodeConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class CalmConfig(CalmDecodeConfig):
-    """Settings of calm, which needs no training."""
-
     confidence: Literal["softmax", "state"] = "softmax"
     """softmax: top-1 minus top-2 probability. state: cosine of the residuals at this exit and the
     one before; no token leaves at the first exit.

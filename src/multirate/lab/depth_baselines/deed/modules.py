@@ -67,8 +67,6 @@ class ExitAdapter(nn.Module):
 
 
 class AdaptedExits(ExitMaps):
-    """See the module's docstring."""
-
     def __init__(self, config: DeedConfig, base: BaseShape) -> None:
         super().__init__(config, base)
         self.maps = nn.ModuleDict(
@@ -76,12 +74,10 @@ class AdaptedExits(ExitMaps):
         )
 
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
-        """See ExitMaps."""
         said: Tensor = self.map(exit)(direction(hidden.float(), EPS))
         return said
 
     def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
-        """See ExitMaps."""
         owner = Owner()
         packed = {
             exit: owner.bottleneck(self.map(exit).down.weight, self.map(exit).up.weight)

@@ -48,8 +48,6 @@ class LiteConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class LiteDecodeConfig(MethodConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "lite"
 
     thresholds: tuple[float | None, ...] | None = None

@@ -43,8 +43,6 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MixtureOfDepthsDecodeConfig(ThresholdConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "mixture_of_depths"
 
     threshold: float | None = 0.5

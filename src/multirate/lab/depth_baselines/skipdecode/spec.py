@@ -17,8 +17,6 @@ from multirate.methods.spec import DynamicMode
 
 @dataclass(frozen=True)
 class SkipDecodeConfig(MethodConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "skipdecode"
 
     max_share: float = 1.0

@@ -41,8 +41,6 @@ class SpecEEConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class SpecEEDecodeConfig(ThresholdConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "specee"
 
     threshold: float | None = 0.5

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from multirate.methods._shared.described import decoding_settings, training_settings
 from multirate.methods._shared.field_help import Setting
 from multirate.methods._shared.stream_config import StreamDecodeConfig
-from multirate.methods.described import decoding_settings, training_settings
 from multirate.methods.spec import find
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "methods"

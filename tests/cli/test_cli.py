@@ -101,7 +101,7 @@ def test_help_is_grouped_and_fits_in_80_columns() -> None:
 
 
 def test_methods_and_their_settings_are_listed() -> None:
-    from multirate.methods.described import decoding_settings, training_settings
+    from multirate.methods._shared.described import decoding_settings, training_settings
     from multirate.methods.spec import all_specs
 
     listed = run("methods").stdout

@@ -23,7 +23,7 @@ def command(
     """
     from rich.table import Table
 
-    from multirate.methods.described import decoding_settings, training_settings
+    from multirate.methods._shared.described import decoding_settings, training_settings
     from multirate.methods.spec import all_specs, find
 
     if name is not None:

@@ -154,12 +154,12 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
         ("m2r2-carry", "noise", float("nan")),
         ("m2r2-carry", "gates", [1, 1 << 40]),
         ("m2r2-carry", "gates", [[[[1]]]]),
-        ("eagle", "heads", 1 << 20),
-        ("eagle", "head_dim", 1 << 20),
-        ("eagle", "intermediate", 1 << 20),
-        ("eagle", "norm_eps", 10**400),
-        ("eagle", "rope_theta", float("inf")),
-        ("eagle", "rope_theta", 0),
+        ("eagle3", "heads", 1 << 20),
+        ("eagle3", "head_dim", 1 << 20),
+        ("eagle3", "intermediate", 1 << 20),
+        ("eagle3", "norm_eps", 10**400),
+        ("eagle3", "rope_theta", float("inf")),
+        ("eagle3", "rope_theta", 0),
     ],
 )
 def test_a_config_is_compared_before_anything_is_built(

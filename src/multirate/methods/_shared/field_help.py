@@ -46,7 +46,7 @@ def settings_of(config: Any) -> list[Setting]:
         Setting(
             field.name,
             _accepted(hints[field.name]),
-            texts[field.name],
+            texts.get(field.name, ""),
         )
         for field in fields(config)
     ]

@@ -79,8 +79,7 @@ def command(
     from multirate.engine import SPECULATE
     from multirate.io import write_json
     from multirate.lab.evaluation.modes import FULL, SPECULATIVE, Mode, decoding
-    from multirate.lab.evaluation.run import evaluate
-    from multirate.lab.evaluation.table import table
+    from multirate.lab.evaluation.run import evaluate, table
 
     wanted = Mode(mode or (FULL if accelerator is None else SPECULATIVE), quality, threshold)
     if speculate not in SPECULATE:

@@ -14,11 +14,11 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft
 from multirate.decoding.speculate.text_source import TextSource
+from multirate.methods._shared.branch_reading import WaitingTokens
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.stream_config import StreamDecodeConfig
 from multirate.methods._shared.stream_estimates import StreamEstimates
-from multirate.methods._shared.waiting_tokens import WaitingTokens
 from multirate.runtime.decoder import argmax_rows
 from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.rows import Rows

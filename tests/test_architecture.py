@@ -142,6 +142,25 @@ def test_commands_load_the_lab_when_they_run() -> None:
     assert not wrong
 
 
+MOST_LINES, MOST_OF_A_FUNCTION = 500, 80
+TOO_LONG = {"multirate.runtime.native.decoder", "multirate.decoding.speculate.budget"}
+"""Modules that are still to be divided."""
+
+
+def test_files_and_functions_are_short() -> None:
+    long = set()
+    for module, tree in MODULES.items():
+        whole = max((node.end_lineno or 0 for node in tree.body), default=0)
+        if whole > MOST_LINES:
+            long.add(module)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                first = min(one.lineno for one in (node, *node.decorator_list))
+                if (node.end_lineno or 0) - first >= MOST_OF_A_FUNCTION:
+                    long.add(f"{module}.{node.name}")
+    assert long <= TOO_LONG
+
+
 METHODS = ("multirate.methods", "multirate.lab.depth_baselines")
 """The packages with a folder for each method."""
 

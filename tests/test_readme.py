@@ -1,4 +1,6 @@
-"""The README and the results page state what the committed results say; their commands exist."""
+"""The README, the results page and the methods' pages show what the committed results and the
+settings' help say; their commands exist.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,14 @@ from multirate.cli.main import app
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_figures_are_the_committed_results():
+@pytest.mark.parametrize("script", ["render_results.py", "render_settings.py"])
+def test_tables_are_what_their_sources_say(script: str):
     if not (ROOT / "lab/results/mt_bench_smollm2.json").exists():
         pytest.fail(
             "lab/results/mt_bench_smollm2.json is missing: the README's figures have no source"
         )
     done = subprocess.run(
-        [sys.executable, "benchmarks/render_results.py", "--check"],
+        [sys.executable, f"benchmarks/{script}", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,

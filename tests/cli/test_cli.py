@@ -100,6 +100,20 @@ def test_help_is_grouped_and_fits_in_80_columns() -> None:
         assert max(map(len, shown)) <= 80, shown
 
 
+def test_methods_and_their_settings_are_listed() -> None:
+    from multirate.methods._shared.described import decoding_settings, training_settings
+    from multirate.methods.spec import all_specs
+
+    listed = run("methods").stdout
+    for name, method in all_specs().items():
+        assert name in listed
+        shown = run("methods", name)
+        assert shown.exit_code == 0, shown.output
+        for one in (*decoding_settings(method), *training_settings(method)):
+            assert one.name in shown.stdout and one.help and one.accepted and one.default
+    refused(run("methods", "magic"), "magic")
+
+
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys, multirate.cli.main; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

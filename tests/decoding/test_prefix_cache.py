@@ -30,10 +30,10 @@ from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
 from multirate.methods._shared.draft_runner import PackedRunner
+from multirate.methods._shared.feature_drafter import FeatureDrafter
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
-from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
 from multirate.methods.hydra.decode import HydraDrafter
@@ -111,10 +111,9 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
     shape = BaseShape.of(LLAMA)
     if name == "kangaroo":
         # nearly the early exit after all layers but one: some drafts are accepted
-        config = KangarooConfig.for_base(shape, exit_layer=3, threshold=0.0, max_draft=4)
-        return KangarooDrafter(
-            decoder, KangarooAdapter(config, shape), KangarooDecodeConfig(window=seen)
-        )
+        config = KangarooConfig.for_base(shape, exit_layer=3)
+        chain = KangarooDecodeConfig(window=seen, threshold=0.0, max_draft=4)
+        return KangarooDrafter(decoder, KangarooAdapter(config, shape), chain)
     if name.startswith("m2r2"):
         stream = AcceleratedStream(M2R2Config.for_base(shape, name, gates=(2,)), shape)
         with torch.no_grad():
@@ -132,8 +131,10 @@ def drafter_of(name: str, decoder: Decoder) -> Drafter:
         with torch.no_grad():
             for parameter in layer.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
-        tree = Eagle3DecodeConfig(4, 2, 9, draft_threshold=0.0, verify_threshold=0.0, window=seen)
-        return Eagle3Drafter(decoder, layer, tree)
+        tree = Eagle3DecodeConfig(
+            depth=4, width=2, nodes=9, draft_threshold=0.0, verify_threshold=0.0, window=seen
+        )
+        return FeatureDrafter(decoder, layer, tree)
     if name == "hydra":
         heads = HydraHeads(HydraConfig.for_base(shape, layers=2), shape)
         with torch.no_grad():

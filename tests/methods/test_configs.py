@@ -45,7 +45,6 @@ def test_json_round_trip(config: Any) -> None:
         ({"rank": True}, ["rank", "True", "whole number"]),
         ({"mlp_adapter": "big"}, ["mlp_adapter", "'big'", "'parallel'"]),
         ({"carry": False}, ["unroll_steps", "3"]),
-        ({"block_kv_heads": 3}, ["block_kv_heads", "3", "divisor"]),
         ({"draft_vocab": 10**6}, ["draft_vocab", "61"]),
         ({"gate": [1]}, ["'gate'", "accepted fields", "gates"]),
     ],

@@ -29,8 +29,7 @@ from multirate.methods.medusa.config import MedusaConfig, MedusaDecodeConfig
 from multirate.methods.medusa.decode import MedusaDrafter
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.spec import find
-from multirate.methods.two_model.config import TwoModelConfig
-from multirate.methods.two_model.decode import TwoModelDrafter
+from multirate.methods.two_model.decode import TwoModelConfig, TwoModelDrafter
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.native import NativeDecoder
 

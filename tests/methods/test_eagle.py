@@ -22,7 +22,7 @@ from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods import spec
 from multirate.methods._shared.draft_runner import PackedRunner
-from multirate.methods._shared.feature_runner import FeatureRunner
+from multirate.methods._shared.feature_drafter import FeatureRunner
 from multirate.methods._shared.objective import shift
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods._shared.stream_drafter import StreamDrafter

@@ -46,7 +46,7 @@ def said(teacher: Teacher, heads: HydraHeads, tokens: Sequence[int], known: int)
     """
     text = torch.tensor([tokens])
     slow = teacher.slow(text, 0)
-    final = heads.prefix(slow.final)
+    final = heads.prefix(slow.final)[0]
     z = teacher.norm(final)[:, len(tokens) - known - 1]
     for place in range(len(tokens) - known, len(tokens)):
         z = heads.joined(z, slow.residual[0][:, place])

@@ -23,8 +23,7 @@ from multirate.methods._shared import joined_drafter
 from multirate.methods._shared.joined_drafter import JoinedDrafter
 from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
-from multirate.methods.two_model.config import TwoModelConfig
-from multirate.methods.two_model.decode import TwoModelDrafter
+from multirate.methods.two_model.decode import TwoModelConfig, TwoModelDrafter
 
 from .heads import PROMPTS, check_greedy, check_sampled, heads_for
 

@@ -19,7 +19,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import attach
 from multirate.errors import UserError
-from multirate.lab.calibration.calibrate import calibrate
+from multirate.lab.calibration.calibrate import Calibration
 from multirate.lab.calibration.risk import samples_needed
 from multirate.methods import spec
 from multirate.methods._shared.shape import BaseShape
@@ -258,7 +258,8 @@ def test_calibration_finds_a_threshold_that_keeps_the_quality(
     accelerator = Accelerator("lite", module.config, module, {})
     prompts = [[3 + i, 5, 7 + i] for i in range(9)]
     stop = StopSettings(max_new_tokens=3)
-    made = calibrate(decoders["hf"], accelerator, prompts, "base", 0.7, 0.9, stop, batch=9)
+    calibration = Calibration(decoders["hf"], accelerator, prompts, "base", stop, batch=9)
+    made = calibration.reach(0.7, 0.9)
     assert made.gates == (1, 2, 3)
     assert samples_needed(0.3, 0.9) <= made.samples <= 9  # it looks no further than it must
     assert made.tried and made.loss <= 0.3

@@ -36,8 +36,6 @@ from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter, make_runner
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.runner import StreamRunner
-from multirate.methods.prompt_lookup.config import PromptLookupConfig
-from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.spec import find
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.native import NativeDecoder
@@ -529,7 +527,6 @@ def test_a_text_that_repeats_itself_is_followed(decoders, backend):
             nodes=9,
             draft_threshold=0.3,
             verify_threshold=0.2,
-            sharpness=9.0,
             lookup=lookup,
         )
         out = generate(
@@ -559,7 +556,7 @@ def test_drafts_too_long_for_a_whole_round_run_in_parts(decoders):
     decoder, prompt, stop = decoders["native"], [[8, 9] * 20], StopSettings(max_new_tokens=90)
     plain = generate(decoder, PlainStep(), prompt, stop=stop)
     for tokens in (63, 64, 100):
-        drafter = PromptLookupDrafter(decoder, PromptLookupConfig(tokens=tokens))
+        drafter = find("prompt_lookup").make_drafter(decoder, settings={"tokens": tokens})
         assert (
             generate(decoder, SpeculativeStep(drafter), prompt, stop=stop).sequences
             == plain.sequences
@@ -572,7 +569,6 @@ def test_settings_out_of_range_are_named():
     for wrong in (
         {"lookup": "x"},
         {"nodes": 2.5},
-        {"sharpness": "sharp"},
         {"verify_threshold": [1]},
         {"depth": True},
     ):

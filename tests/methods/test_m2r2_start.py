@@ -45,7 +45,7 @@ def test_no_linear_map_tells_the_final_direction_better(
     monkeypatch.setattr(least_squares, "RIDGE", 1e-9)
     teacher, stream = fused_stream(gates, preset)
     start_from_least_squares(teacher, stream, batches(8))
-    norm = RMSNorm(teacher.shape.hidden_size, stream.config.norm_eps)
+    norm = RMSNorm(teacher.shape.hidden_size, teacher.shape.norm_eps)
     for gate in gates:
         read, direction = [], []
         for tokens, mask, _ in batches(8):

@@ -69,13 +69,7 @@ def test_reinitialised_gates_do_not_depend_on_earlier_adapters() -> None:
         {},
         {"gates": [2], "block": False},
         {"gates": [1], "taps": [2, 3]},
-        {
-            "gates": [2],
-            "block_heads": 6,
-            "block_kv_heads": 3,
-            "mlp_adapter": "parallel",
-            "attention_adapter": False,
-        },
+        {"gates": [2], "mlp_adapter": "parallel", "attention_adapter": False},
     ],
 )
 @torch.no_grad()

@@ -16,8 +16,6 @@ from multirate.decoding.speculate.drafter import DraftRequest
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.methods.prompt_lookup.config import PromptLookupConfig
-from multirate.methods.prompt_lookup.decode import PromptLookupDrafter
 from multirate.methods.spec import all_specs, find, parse_variant
 from multirate.runtime.load import load_decoder
 
@@ -119,7 +117,7 @@ def test_early_exit_with_all_the_information_is_always_accepted(tiny: Any) -> No
 def test_prompt_lookup_proposes_what_followed_last(tiny: Any) -> None:
     def draft(text: list[int], limit: int = 5, **config: int) -> list[int]:
         sampler = Sampler(SamplingSettings(), [text[:-1]])
-        drafter = PromptLookupDrafter(tiny[1], PromptLookupConfig(**config))
+        drafter = find("prompt_lookup").make_drafter(tiny[1], settings=config)
         drafter.begin(None, sampler)  # type: ignore[arg-type]
         drafter.draft(DraftRequest([0], [limit], sampler))
         sampler.tokens[0].append(text[-1])  # the index grows between steps

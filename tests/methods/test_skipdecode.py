@@ -12,8 +12,7 @@ from multirate.decoding.session import Session
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-from multirate.lab.depth_baselines.skipdecode.config import SkipDecodeConfig
-from multirate.lab.depth_baselines.skipdecode.spec import PositionSchedule
+from multirate.lab.depth_baselines.skipdecode.spec import PositionSchedule, SkipDecodeConfig
 from multirate.runtime.hf.decoder import HFDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, model_of

@@ -28,8 +28,7 @@ for method in m2r2-carry kangaroo m2r2; do
     [ "$method" = m2r2-carry ] && options+=(--option draft_vocab=512 --lr 0.001) steps=20
     # the gate that drafts, and a deeper one where the residual starts again
     [ "$method" = m2r2 ] && options+=(--option "gates=[1,3]")
-    # a threshold below its paper's 0.6, because the model itself is seldom that sure
-    [ "$method" = kangaroo ] && options=(--option exit_layer=1 --option threshold=0.2 --option max_draft=8)
+    [ "$method" = kangaroo ] && options=(--option exit_layer=1)
     [ -f "$method/accelerator.json" ] && [ ! -f "$method/training_state.pt" ] && continue
     multirate train base/model --data own_answers.jsonl --heldout-files heldout_own.jsonl \
         --out "$method" --method "$method" --steps "${STEPS:-$steps}" --tokens-per-batch 2048 --warmup-steps 15 --seed 1 "${options[@]}"

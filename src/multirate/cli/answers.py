@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from multirate.cli import options
 from multirate.errors import UserError
+
+if TYPE_CHECKING:
+    from multirate.engine import Engine
+    from multirate.training.own_answers import Questions
 
 
 def command(
@@ -32,11 +36,9 @@ def command(
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Answers generated at once.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --questions.")] = 0,
-    dtype: options.Dtype = "auto",
-    weights: options.Weights = "file",
-    device: options.Device = "auto",
-    threads: options.Threads = None,
     experts: options.Experts = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Have a model answer questions, to train its accelerator on its own text.
 
@@ -45,47 +47,21 @@ def command(
     """
     if not data and not questions:
         raise UserError("there are no questions: give --data FILE, --questions COUNT, or both")
-    options.set_threads(threads)
 
     from multirate.cli.progress import Bar
     from multirate.engine import attach
     from multirate.io import check_writable
     from multirate.training.fingerprint import fingerprint
-    from multirate.training.own_answers import (
-        Questions,
-        answer_questions,
-        look_for_records,
-        read_questions,
-    )
-    from multirate.training.sampled_questions import QuestionSettings, sample_questions
+    from multirate.training.own_answers import answer_questions, look_for_records, read_questions
 
-    settings = QuestionSettings(seed=seed)
     look_for_records(check_writable(out))
     asked = read_questions(data, limit) if data else []
-    loaded = options.load(model, dtype, device, experts, weights=weights)
+    loaded = loading.load(model, experts)
     engine = attach(loaded, expert_policy=None if experts is None else "lru")
     stop = engine.stopping(max_new_tokens)
     if questions:
-        path = out.with_name(f"{out.name.removesuffix('.jsonl')}.questions.jsonl")
-        with Bar("sampling questions", questions) as bar:
-            sampled = sample_questions(
-                engine.decoder,
-                loaded.tokenizer,
-                questions,
-                check_writable(path),
-                stop.eos_token_ids,
-                fingerprint(loaded.model),
-                settings,
-                [one.users[0] for one in asked],
-                batch,
-                bar.to,
-            )
-        reasons = ", ".join(f"{count} {why}" for why, count in sampled.left_out.most_common())
-        typer.echo(
-            f"kept {len(sampled.questions)} of {sampled.samples} sampled questions in {path}"
-            + (f" (left out: {reasons})" if reasons else "")
-        )
-        asked += [Questions((text,)) for text in sampled.questions]
+        texts = [one.users[0] for one in asked]
+        asked += _sampled(engine, questions, out, seed, texts, batch)
     with Bar("answering", len(asked)) as bar:
         count = answer_questions(
             engine.decoder,
@@ -101,3 +77,35 @@ def command(
             stop.stop_strings,
         )
     typer.echo(f"{count} answers in {out}")
+
+
+def _sampled(
+    engine: Engine, count: int, out: Path, seed: int, known: list[str], batch: int
+) -> list[Questions]:
+    """Questions that the model wrote, other than the `known` ones, kept beside `out`."""
+    from multirate.cli.progress import Bar
+    from multirate.io import check_writable
+    from multirate.training.fingerprint import fingerprint
+    from multirate.training.own_answers import Questions
+    from multirate.training.sampled_questions import QuestionSettings, sample_questions
+
+    path = out.with_name(f"{out.name.removesuffix('.jsonl')}.questions.jsonl")
+    with Bar("sampling questions", count) as bar:
+        sampled = sample_questions(
+            engine.decoder,
+            engine.tokenizer,
+            count,
+            check_writable(path),
+            engine.stopping().eos_token_ids,
+            fingerprint(engine.model),
+            QuestionSettings(seed=seed),
+            known,
+            batch,
+            bar.to,
+        )
+    reasons = ", ".join(f"{count} {why}" for why, count in sampled.left_out.most_common())
+    typer.echo(
+        f"kept {len(sampled.questions)} of {sampled.samples} sampled questions in {path}"
+        + (f" (left out: {reasons})" if reasons else "")
+    )
+    return [Questions((text,)) for text in sampled.questions]

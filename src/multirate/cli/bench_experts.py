@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,9 @@ from multirate.errors import UserError
 from multirate.io import check_writable, write_atomically, write_json
 
 if TYPE_CHECKING:
+    from multirate.engine import Engine
     from multirate.experts.store import ExpertStore
+    from multirate.lab.bench.expert_policies import ExpertRun
     from multirate.lab.bench.suites import Question
 
 EXPERTS = "experts"
@@ -27,31 +29,50 @@ EXPERTS = "experts"
 
 @dataclass(frozen=True)
 class ExpertOptions:
-    """The command line's options for experts; budgets and disk speed are still text."""
+    """Of experts loaded from disk; budgets and disk speed are still text."""
 
-    store: Path | None
-    memory: str | None
-    disk_speed: str | None
-    page: Path | None
-    predictor: Path | None
+    experts: options.Experts = None
+    expert_memory: Annotated[
+        str | None,
+        options.of_experts(
+            help="With --methods experts: memory budgets, such as 8MB,25% (default: 25%)."
+        ),
+    ] = None
+    disk_speed: Annotated[
+        str | None,
+        options.of_experts(
+            help="With --methods experts: limit reads to this speed, such as 500MB/s."
+        ),
+    ] = None
+    expert_predictor: options.ExpertPredictor = None
+    page: Annotated[
+        Path | None,
+        options.of_experts("--html", help="With --methods experts: write a page with timelines."),
+    ] = None
 
     def check_unused(self) -> None:
         """UserError for what only `--methods experts` uses."""
         for name, given in (
-            ("--expert-memory", self.memory),
+            ("--expert-memory", self.expert_memory),
             ("--disk-speed", self.disk_speed),
-            ("--expert-predictor", self.predictor),
+            ("--expert-predictor", self.expert_predictor),
             ("--html", self.page),
         ):
             if given is not None:
                 raise UserError(f"{name} {given} needs --methods {EXPERTS}")
 
+    @property
+    def bytes_per_second(self) -> int | None:
+        from multirate.experts.named_policies import parse_bytes
+
+        speed = self.disk_speed
+        return parse_bytes(speed.removesuffix("/s"), "--disk-speed") if speed else None
+
 
 def command(
     model: str | None,
     questions: list[Question],
-    suite: str,
-    data: Path,
+    about: dict[str, Any],
     names: list[str],
     given: ExpertOptions,
     how: Measuring,
@@ -60,17 +81,15 @@ def command(
     """Measures, prints a table per budget, and writes JSON and page. Ends the command if tokens
     differ, and if it was interrupted.
 
-    names: policies, or only "experts" for all policies.
+    about: of the questions, for the JSON. names: policies, or only "experts" for all policies.
     """
-    from multirate import provenance
     from multirate.engine import attach
-    from multirate.experts.named_policies import parse_bytes
     from multirate.experts.runtime import ExpertSettings
     from multirate.lab.bench import expert_report
     from multirate.lab.bench.expert_policies import ALL_POLICIES, measure_policies
     from multirate.lab.pages.page import PAGE, check_installed, is_page
 
-    if model is None or given.store is None:
+    if model is None or given.experts is None:
         raise UserError(
             "--methods experts needs MODEL and --experts FOLDER, the model's store made with "
             "multirate pack"
@@ -81,19 +100,17 @@ def command(
         raise UserError(
             f"expert policy {unknown[0]!r} is unknown; accepted: {', '.join(ALL_POLICIES)}"
         )
-    speed = None
-    if given.disk_speed:
-        speed = parse_bytes(given.disk_speed.removesuffix("/s"), "--disk-speed")
+    speed = given.bytes_per_second
     if given.page is not None:
         check_installed()
         check_writable(given.page, PAGE, is_page)
-    engine = attach(model, experts=given.store, expert_predictor=given.predictor)
+    engine = attach(model, experts=given.experts, expert_predictor=given.expert_predictor)
     assert engine.experts is not None and engine.experts.runtime is not None
     if not policies:
         policies = [
             one for one in ALL_POLICIES if one != "accelerated" or engine.experts.has_accelerated
         ]
-    budgets = _budgets(engine.experts.store, given.memory)
+    budgets = _budgets(engine.experts.store, given.expert_memory)
     prompts = prepared(engine, questions, how.max_new_tokens, how.truncate)
     total = len(budgets) * how.repeats * len(prompts.prompts) * len(policies)
     with Bar("measuring", total) as bar:
@@ -107,32 +124,13 @@ def command(
             repeats=how.repeats,
             on_answer=bar.advance,
         )
-    index = engine.experts.store.index
-    content = {
-        **provenance.collect("cpu", backend=engine.backend),
-        "model": Path(model).name,
-        "suite": suite,
-        "data": str(data),
-        "dtype": index.record.weights,
-        "prompts": len(prompts.prompts),
-        "max_new_tokens": how.max_new_tokens,
-        "repeats": how.repeats,
-        "skipped": prompts.skipped,
-        "reads": engine.experts.runtime.note or "O_DIRECT",
-        "disk_bytes_per_second": speed,
-        "experts_bytes": index.data_bytes,
-        "record_bytes": index.record.bytes,
-        "layers": len(index.layers),
-        "num_experts": index.num_experts,
-        "top_k": index.top_k,
-        "interrupted": run.interrupted,
-        "rows": [asdict(row) for row in run.rows],
-    }
-    console = options.console()
+    about = {"model": Path(model).name, **about, "skipped": prompts.skipped}
+    content = about | _content(engine, run, how, len(prompts.prompts), speed)
+    everything = engine.experts.store.index.data_bytes
     for budget, rows in run.budgets:
-        share = f"{100 * budget / index.data_bytes:.0f}% of all"
+        share = f"{100 * budget / everything:.0f}% of all"
         title = f"{expert_report.size(budget)} of memory for experts ({share}), batch 1, greedy"
-        console.print(expert_report.table(rows, title))
+        options.console().print(expert_report.table(rows, title))
     if json is not None:
         write_json(json, content)
     if given.page is not None:
@@ -144,6 +142,31 @@ def command(
     if run.interrupted:
         options.note("interrupted: the tables above are of finished budgets")
         raise typer.Exit(INTERRUPTED)
+
+
+def _content(
+    engine: Engine, run: ExpertRun, how: Measuring, prompts: int, speed: int | None
+) -> dict[str, Any]:
+    from multirate import provenance
+
+    assert engine.experts is not None and engine.experts.runtime is not None
+    index = engine.experts.store.index
+    return {
+        **provenance.collect("cpu", backend=engine.backend),
+        "dtype": index.record.weights,
+        "prompts": prompts,
+        "max_new_tokens": how.max_new_tokens,
+        "repeats": how.repeats,
+        "reads": engine.experts.runtime.note or "O_DIRECT",
+        "disk_bytes_per_second": speed,
+        "experts_bytes": index.data_bytes,
+        "record_bytes": index.record.bytes,
+        "layers": len(index.layers),
+        "num_experts": index.num_experts,
+        "top_k": index.top_k,
+        "interrupted": run.interrupted,
+        "rows": [asdict(row) for row in run.rows],
+    }
 
 
 def _budgets(store: ExpertStore, memory: str | None) -> list[int]:

@@ -6,11 +6,12 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from multirate.cli import options
+from multirate.cli.errors import FAILED, INTERRUPTED, WRONG_ANSWERS
 from multirate.cli.progress import Bar
 from multirate.errors import UserError
 
@@ -25,15 +26,60 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Measuring:
-    """How a run measures: the options of `multirate bench` of the same names."""
+class BenchMachine(options.Machine):
+    """In bfloat16, so that all methods can be compared."""
 
-    max_new_tokens: int
-    repeats: int
-    warmup: int = 1
-    batch: int = 1
-    truncate: bool = False
-    leave_out_loops: bool = False
+    dtype: options.Dtype = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Measuring:
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
+    ] = 256
+    repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 3
+    warmup: Annotated[int, options.measured(help="Prompts answered before measuring starts.")] = 1
+    batch: Annotated[int, options.measured(help="Prompts answered at once.")] = 1
+    truncate: Annotated[
+        bool,
+        options.measured("--truncate", help="Cut long prompts from the left (default: skip them)."),
+    ] = False
+    leave_out_loops: Annotated[
+        bool,
+        options.measured(
+            "--leave-out-loops",
+            help="Leave out prompts whose answers repeat in loops, because loops make every "
+            "method look fast.",
+        ),
+    ] = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("repeats", 1), ("warmup", 0), ("max_new_tokens", 1), ("batch", 1)):
+            if getattr(self, name) < least:
+                option = f"--{name.replace('_', '-')}"
+                raise UserError(f"{option} is {getattr(self, name)}: at least {least} is needed")
+        if self.leave_out_loops and self.batch > 1:
+            raise UserError(
+                f"--leave-out-loops needs one prompt at a time: leave out --batch {self.batch}"
+            )
+
+
+@dataclass(frozen=True)
+class Run:
+    content: dict[str, Any]
+    """Its JSON."""
+    rows: list[Row]
+    measurements: Measurements
+
+    def end(self) -> None:
+        """Ends the command with the exit code of wrong answers, an interruption or a failure."""
+        if any(row.diverged for row in self.rows):
+            raise typer.Exit(WRONG_ANSWERS)
+        if self.measurements.interrupted:
+            options.note("interrupted: the results cover the finished part")
+            raise typer.Exit(INTERRUPTED)
+        if self.measurements.failed:
+            raise typer.Exit(FAILED)
 
 
 def run(
@@ -49,20 +95,15 @@ def run(
     optional: Sequence[str] = (),
     tasks: TaskSuite | None = None,
     show: Callable[[Sequence[Row]], None] | None = None,
-) -> tuple[dict[str, Any], list[Row], Measurements]:
-    """Measures and prints the table → (the run's JSON, its rows, their measurements).
+) -> Run:
+    """Measures and prints the table.
 
     settings: of the run, for its JSON. optional: names to leave out, with the reason, if they
     cannot run. tasks: the task that the questions are from; its answers are scored. show: prints
     the rows instead of the usual tables.
     """
-    from multirate import provenance
     from multirate.lab.bench import bandwidth, report
-    from multirate.lab.bench.divergence import Judge
-    from multirate.lab.bench.predicted import predictions, trained
-    from multirate.lab.bench.rows import summarise
     from multirate.lab.bench.seen_prompts import seen_prompts, warnings_of
-    from multirate.lab.calibration.measure import full_model_on
 
     seen = seen_prompts(engine.accelerators, questions)
     for warning in warnings_of(seen):
@@ -77,22 +118,13 @@ def run(
             options.note(f"note: no row for {one['method']}: {one['reason']}")
         measurements, others_used = _measured(engine, method_runs, prompts.prompts, how)
     unavailable += [{"method": name, "reason": why} for name, why in measurements.ended.items()]
-    loops: list[str] = []
+    loops: list[str] | None = None
     if how.leave_out_loops:
         answered = max(map(len, measurements.samples), default=0)
         measurements, loops = measurements.without_loops()
         options.note(f"note: left out {len(loops)} of {answered} answers that repeat in loops")
-    with Bar("checking answers", len(method_runs)) as bar:
-        rows = summarise(
-            measurements,
-            Judge(engine.model),
-            [c.name for c in method_runs if not c.lossless],
-            lambda prompt, tokens: full_model_on(engine.decoder, prompt, tokens),
-            None if tasks is None else _scoring(tasks, engine.tokenizer),
-            on_row=bar.advance,
-        )
-    device = engine.decoder.info.device
-    read = bandwidth.read_bandwidth(device)
+    rows = _checked(engine, measurements, method_runs, tasks)
+    read = bandwidth.read_bandwidth(engine.decoder.info.device)
     weights = bandwidth.bytes_per_step(engine.model, engine.decoder)
     share = bandwidth.share_of(read, weights, rows, how.batch)
     if not rows:
@@ -107,28 +139,66 @@ def run(
         for part in (report.table(rows, title), *scores, report.bandwidth_line(read, share)):
             options.console().print(part)
     usable = measurements.usable()
-    content = report.document(
-        provenance.collect(
-            device,
-            backend=engine.backend,
-            read_bandwidth_bytes_per_second=read,
-            plain_share_of_bandwidth=share,
-            other_processes_used=round(others_used, 2),
-        ),
+    content = _content(
+        engine,
         rows,
+        how,
         **(settings or {}),
+        read_bandwidth_bytes_per_second=read,
+        plain_share_of_bandwidth=share,
+        other_processes_used=round(others_used, 2),
         prompts=len(usable[0]) if usable else 0,
-        max_new_tokens=how.max_new_tokens,
-        batch=how.batch,
         repeats=len(usable),
-        warmup=how.warmup,
         skipped=prompts.skipped,
         truncated=prompts.truncated,
-        loops=loops if how.leave_out_loops else None,
+        loops=loops,
         interrupted=measurements.interrupted,
         unavailable=unavailable,
-        tuned=engine.tuned_settings,
         trained_on_questions=seen,
+    )
+    return Run(content, rows, measurements)
+
+
+def _checked(
+    engine: Engine,
+    measurements: Measurements,
+    method_runs: Sequence[MethodRun],
+    tasks: TaskSuite | None,
+) -> list[Row]:
+    """The rows, with every answer compared."""
+    from multirate.lab.bench.divergence import Judge
+    from multirate.lab.bench.rows import summarise
+    from multirate.lab.calibration.measure import full_model_on
+
+    with Bar("checking answers", len(method_runs)) as bar:
+        return summarise(
+            measurements,
+            Judge(engine.model),
+            [one.name for one in method_runs if not one.lossless],
+            lambda prompt, tokens: full_model_on(engine.decoder, prompt, tokens),
+            None if tasks is None else _scoring(tasks, engine.tokenizer),
+            on_row=bar.advance,
+        )
+
+
+def _content(
+    engine: Engine,
+    rows: Sequence[Row],
+    how: Measuring,
+    **more: Any,
+) -> dict[str, Any]:
+    from multirate import provenance
+    from multirate.lab.bench import report
+    from multirate.lab.bench.predicted import predictions, trained
+
+    return report.document(
+        provenance.collect(engine.decoder.info.device, backend=engine.backend),
+        rows,
+        **more,
+        max_new_tokens=how.max_new_tokens,
+        batch=how.batch,
+        warmup=how.warmup,
+        tuned=engine.tuned_settings,
         predicted=predictions(engine, rows) if how.batch == 1 else {},
         accelerators={
             name: about
@@ -136,7 +206,6 @@ def run(
             if (about := trained(accelerator)) is not None
         },
     )
-    return content, rows, measurements
 
 
 def prepared(

@@ -13,9 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from multirate.cli import options
-from multirate.cli.bench_run import Measuring, run
-from multirate.cli.errors import INTERRUPTED, WRONG_ANSWERS
-from multirate.errors import UserError
+from multirate.cli.bench_run import BenchMachine, Measuring, run
 
 if TYPE_CHECKING:
     from multirate.decoding.results import DecodeStats
@@ -44,7 +42,6 @@ def is_trained(method: str) -> bool:
 
 
 def label(method: str) -> str:
-    """A method's name in the table."""
     from multirate.lab.bench.rows import REFERENCES
     from multirate.methods.spec import PLAIN, find, parse_variant
 
@@ -102,7 +99,6 @@ def answer(engine: Engine, method: str, heading: str, max_new_tokens: int) -> No
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """The rows in four columns."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -129,7 +125,6 @@ def _same_text(row: Row) -> str:
 
 
 def explanation(rows: Sequence[Row]) -> list[str]:
-    """What the table shows, in sentences."""
     from multirate.lab.bench.rows import REFERENCES, reference_row
 
     against = reference_row(rows)
@@ -194,26 +189,19 @@ def command(
         int, typer.Option("--max-new-tokens", "-n", help="Maximum number of tokens per answer.")
     ] = 96,
     repeats: Annotated[int, typer.Option(help="Measured repeats of all prompts.")] = 1,
-    dtype: options.Dtype = "bfloat16",
-    weights: options.Weights = "file",
-    device: options.Device = "auto",
-    backend: options.Backend = "auto",
-    threads: options.Threads = None,
+    *,
+    machine: BenchMachine,
 ) -> None:
     """Watch a model answer with and without drafts, then compare the speed of several methods."""
-    for name, value in (("--max-new-tokens", max_new_tokens), ("--repeats", repeats)):
-        if value < 1:
-            raise UserError(f"{name} is {value}: at least 1 is needed")
-    options.set_threads(threads)
+    how = Measuring(max_new_tokens, repeats)
 
-    from multirate.engine import PLAIN, attach
+    from multirate.engine import PLAIN
     from multirate.lab.bench.rows import REFERENCES
     from multirate.lab.bench.suites import Question
     from multirate.loading.hub import reference_accelerators
     from multirate.methods.spec import find, joined_variant, recommended
 
-    loaded = options.load(model, dtype, device, weights=weights)
-    engine = attach(loaded, backend=backend)
+    loaded, engine = machine.attach(model)
     own = {
         name: path for name, path in reference_accelerators(model).items() if find(name).plain_name
     }
@@ -240,17 +228,14 @@ def command(
         for sentence in explanation(rows):
             console.print(sentence)
 
-    _, rows, measured = run(
+    measured = run(
         engine,
         [Question(str(number), (text,)) for number, text in enumerate(QUESTIONS, start=1)],
         [*REFERENCES, lookup, *joined],
-        Measuring(max_new_tokens, repeats),
+        how,
         show=show,
     )
-    if measured.interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if measured.failed or any(row.diverged for row in rows):
-        raise typer.Exit(WRONG_ANSWERS)
+    measured.end()
     # `make demo` runs the command from a folder that is not in PATH
     local = shutil.which("multirate") is None and Path(sys.argv[0]).name == "multirate"
     program = shlex.quote(os.path.relpath(sys.argv[0])) if local else "multirate"

@@ -4,7 +4,6 @@ their traceback.
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import warnings
@@ -16,25 +15,10 @@ from typer.core import TyperGroup
 
 from multirate.cli.help import Command, write_commands
 from multirate.errors import Diverged, Notice, UserError
-from multirate.io import check_text
 
 FAILED = WRONG_ANSWERS = 1
 MENDABLE = 2
 INTERRUPTED = 130
-
-
-def checked(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with a check that its text arguments are UTF-8. File names may be any bytes."""
-
-    @functools.wraps(command)
-    def run(**arguments: Any) -> None:
-        for name, value in arguments.items():
-            for text in value if isinstance(value, (list, tuple)) else [value]:
-                if isinstance(text, str):
-                    check_text(text, "MODEL" if name == "model" else f"--{name.replace('_', '-')}")
-        command(**arguments)
-
-    return run
 
 
 class Group(TyperGroup):
@@ -49,12 +33,10 @@ class Group(TyperGroup):
         Command.format_options(self, ctx, formatter)  # type: ignore[arg-type]
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Writes how to get more help."""
         with formatter.indentation():
             formatter.write_text("\nmultirate COMMAND --help shows a command's options.")
 
     def invoke(self, ctx: Any) -> Any:
-        """Runs the command."""
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = _show(warnings.showwarning)

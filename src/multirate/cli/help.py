@@ -14,6 +14,22 @@ TEXT, MACHINE, ADVANCED = "Input and output", "Hardware", "Advanced"
 MEASURED, OPTIMIZER, FILES = "What is measured", "Optimizer and loss", "Data and checkpoints"
 SAMPLING, DYNAMIC, EXPERTS = "Sampling", "Dynamic mode (lossy)", "Experts loaded from disk"
 
+PANELS = {
+    **dict.fromkeys(("lr", "warmup_steps", "gradient_accumulation", "seed"), OPTIMIZER),
+    **dict.fromkeys(
+        (
+            "max_length",
+            "heldout_files",
+            "heldout_samples",
+            "checkpoint_steps",
+            "log_every",
+            "teacher_states",
+        ),
+        FILES,
+    ),
+    **dict.fromkeys(("tokens_per_batch", "precision", "compile"), MACHINE),
+}
+"""The groups of training settings."""
 _NAMES = 30
 """Widest column of names."""
 _KINDS = {
@@ -26,10 +42,7 @@ _KINDS = {
 
 
 class Command(TyperCommand):
-    """A command whose options are printed in groups."""
-
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Writes the arguments, then each group of options."""
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -43,7 +56,6 @@ class Command(TyperCommand):
 
 
 def write_commands(group: Any, ctx: Any, formatter: Any) -> None:
-    """Writes each group of a program's commands."""
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in group.list_commands(ctx):
         command = group.get_command(ctx, name)

@@ -46,11 +46,8 @@ def command(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
-    dtype: options.Dtype = "auto",
-    weights: options.Weights = "file",
-    device: options.Device = "auto",
-    backend: options.Backend = "auto",
-    threads: options.Threads = None,
+    *,
+    machine: options.Machine,
 ) -> None:
     """Draw how a model's residuals change from layer to layer, and how many layers each token of an
     answer needed, on one HTML page.
@@ -65,10 +62,8 @@ def command(
     if prompt is not None and not prompt.strip():
         raise UserError("--prompt is empty: give some text")
     check_installed()
-    options.set_threads(threads)
 
     from multirate.cli.progress import Bar
-    from multirate.engine import attach
     from multirate.guarantee import check_quality
     from multirate.io import check_writable, write_atomically
     from multirate.lab.inspection.inspect import inspect
@@ -76,8 +71,7 @@ def command(
     check_writable(out, PAGE, is_page)
     if quality is not None:
         check_quality(quality)
-    loaded = options.load(model, dtype, device, weights=weights)
-    engine = attach(loaded, backend=backend)
+    loaded, engine = machine.attach(model)
     name = None if accelerator is None else engine.add(accelerator)
     if name is not None:
         _notes(engine.accelerators[name], quality)
@@ -109,7 +103,6 @@ def _notes(accelerator: Any, quality: float | None) -> None:
 def _prompts(
     engine: Any, prompt: str | None, data: list[Path], limit: int, max_new_tokens: int, raw: bool
 ) -> list[list[int]]:
-    """Token ids."""
     from multirate.lab.calibration.measure import read_prompts
 
     tokenizer, positions = engine.tokenizer, engine.decoder.info.max_positions

@@ -18,14 +18,16 @@ from multirate.cli import (
     generate,
     info,
     inspect,
+    methods,
     pack,
     quantize,
     texts,
     train,
     tune,
 )
-from multirate.cli.errors import Group, checked
+from multirate.cli.errors import Group
 from multirate.cli.help import Command
+from multirate.cli.signature import flat
 from multirate.cli.version import version_text
 
 EXAMPLES = """\
@@ -47,6 +49,7 @@ USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts
 for name, module, panel, summary in (
     ("generate", generate, USE, "Generate text from a prompt."),
     ("demo", demo, USE, "Watch a model answer with and without drafts."),
+    ("methods", methods, USE, "List the methods, and their settings."),
     ("info", info, USE, "Show what a model is and how it runs here."),
     ("quantize", quantize, USE, "Write a model as a quantised GGUF file."),
     ("train", train, TRAIN, "Train an accelerator for a model."),
@@ -60,9 +63,7 @@ for name, module, panel, summary in (
     ("inspect", inspect, RESEARCH, "Draw a model's residuals on an HTML page."),
     ("pack", pack, RESEARCH, "Pack a mixture's experts for loading from disk."),
 ):
-    app.command(name, cls=Command, rich_help_panel=panel, short_help=summary)(
-        checked(module.command)
-    )
+    app.command(name, cls=Command, rich_help_panel=panel, short_help=summary)(flat(module.command))
 
 
 def _version(wanted: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,8 +72,6 @@ Threads = Annotated[
 Speculate = Annotated[
     str, advanced(help="When to draft: auto (only where it is faster), always or never.")
 ]
-
-
 Mode = Annotated[
     str,
     dynamic(
@@ -87,14 +86,52 @@ Quality = Annotated[
         "model's, such as 0.99. 1 is lossless."
     ),
 ]
-
-
 Tuned = Annotated[
     bool,
     advanced(
         "--tuned/--no-tuned", help="Use the settings that multirate tune found for this machine."
     ),
 ]
+Experts = Annotated[
+    Path | None, of_experts(help="The model's expert store, made with multirate pack.")
+]
+ExpertMemory = Annotated[
+    str | None, of_experts(help="Memory for experts, such as 2GB (default: enough for all).")
+]
+ExpertPolicy = Annotated[
+    str,
+    of_experts(
+        help="Which experts to load and keep: aot, on_demand, lru, lrfu, least_stale, "
+        "previous_token, popularity, next_layer_gate or accelerated."
+    ),
+]
+ExpertPredictor = Annotated[
+    Path | None, of_experts(help="A predictor made with multirate train --objective experts.")
+]
+
+
+@dataclass(frozen=True)
+class Loading:
+    dtype: Dtype = "auto"
+    weights: Weights = "file"
+    device: Device = "auto"
+    threads: Threads = None
+
+    def load(self, model: str | None, experts: Path | None = None) -> LoadedModel:
+        """Loads the model, with its experts in a store if one is given."""
+        set_threads(self.threads)
+        return load(model, self.dtype, self.device, experts, self.weights)
+
+
+@dataclass(frozen=True)
+class Machine(Loading):
+    backend: Backend = "auto"
+
+    def attach(self, model: str | None) -> tuple[LoadedModel, Engine]:
+        from multirate.engine import attach
+
+        loaded = self.load(model)
+        return loaded, attach(loaded, backend=self.backend)
 
 
 def set_threads(threads: int | None) -> None:
@@ -135,26 +172,7 @@ def threads_line(decoder: Any) -> str:
     return f"{running} thread{'s' * (running > 1)}"
 
 
-Experts = Annotated[
-    Path | None, of_experts(help="The model's expert store, made with multirate pack.")
-]
-ExpertMemory = Annotated[
-    str | None, of_experts(help="Memory for experts, such as 2GB (default: enough for all).")
-]
-ExpertPolicy = Annotated[
-    str,
-    of_experts(
-        help="Which experts to load and keep: aot, on_demand, lru, lrfu, least_stale, "
-        "previous_token, popularity, next_layer_gate or accelerated."
-    ),
-]
-ExpertPredictor = Annotated[
-    Path | None, of_experts(help="A predictor made with multirate train --objective experts.")
-]
-
-
 def keep_transformers_quiet() -> None:
-    """Turns off the progress bars of transformers."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()

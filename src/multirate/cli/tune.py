@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from multirate import tuned as kept
 from multirate.cli import options
 from multirate.errors import UserError
+from multirate.io import check_folder, check_writable
 
 if TYPE_CHECKING:
     from multirate.lab.bench.tune import Tried
@@ -33,11 +35,8 @@ def command(
     ] = None,
     minutes: Annotated[float, typer.Option(help="Minutes to measure.")] = 5.0,
     max_new_tokens: options.MaxNewTokens = 96,
-    dtype: options.Dtype = "auto",
-    weights: options.Weights = "file",
-    device: options.Device = "auto",
-    backend: options.Backend = "auto",
-    threads: options.Threads = None,
+    *,
+    machine: options.Machine,
 ) -> None:
     """Compare a method's settings and save the fastest for this machine.
 
@@ -46,34 +45,24 @@ def command(
     """
     if not 0 < minutes < 1e4:
         raise UserError(f"--minutes is {minutes:g}: it must be above 0 and below 10000")
-    options.set_threads(threads)
 
-    from multirate import tuned as kept
-    from multirate.engine import attach
-    from multirate.io import check_folder, check_writable
     from multirate.lab.bench.tune import candidates, runner, tune, tuning_prompts
     from multirate.methods.spec import PLAIN, all_specs, find
     from multirate.training.fingerprint import fingerprint
 
     if method is not None:
         candidates(find(method))  # fails before anything is loaded
-    loaded = options.load(model, dtype, device, weights=weights)
-    engine = attach(loaded, backend=backend)
+    loaded, engine = machine.attach(model)
     options.add_accelerator(engine, model, accelerator, method)
     name = method or engine.default
     if name == PLAIN:
         raise UserError("there is nothing to tune: give --accelerator FOLDER or --method NAME")
-    known = engine.spec_of(name)
-    choices = candidates(known)
+    choices = candidates(engine.spec_of(name))
     prompts = tuning_prompts(loaded.tokenizer, data)
     beside = engine.accelerators.get(name)
     base = fingerprint(loaded.model)
     path = kept.place(None if beside is None else beside.folder, name, base)
-    # fails before minutes of work
-    kept.read(path)
-    check_folder(path.parent)
-    if path.parent.is_dir():
-        check_writable(path)
+    _check_file(path)
     options.note(f"comparing {len(choices)} settings of {name} for {minutes:g} minutes")
     best, (plain, *others), tried = tune(
         runner(engine, max_new_tokens),
@@ -102,12 +91,17 @@ def command(
             [one.figures(plain) for one in tried],
         ),
     )
-    for one in others:
-        if one.speed > best.speed:
-            options.note(
-                f"note: {one.name} is faster here and needs no training: --method {one.name}"
-            )
+    for faster in (one.name for one in others if one.speed > best.speed):
+        options.note(f"note: {faster} is faster here and needs no training: --method {faster}")
     typer.echo(str(path))
+
+
+def _check_file(path: Path) -> None:
+    """UserError for a file that cannot be written, before minutes of work."""
+    kept.read(path)
+    check_folder(path.parent)
+    if path.parent.is_dir():
+        check_writable(path)
 
 
 def _table(plain: Tried, others: Sequence[Tried], tried: Sequence[Tried]) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from multirate.engine.engine import Engine
 from multirate.errors import UserError
 from multirate.experts.load import load_offloaded
+from multirate.experts.model import experts_on_disk
 from multirate.generation_lock import lock_of
 from multirate.loading.hub import LoadedModel, check_weights_option, load_model
 from multirate.methods.spec import PLAIN
@@ -62,57 +63,64 @@ def attach(
     check_weights_option(weights)
     if experts is not None and weights != "file":
         raise UserError(f"weights {weights} do not work with experts=DIR: leave weights out")
-    if not isinstance(model, (str, os.PathLike, LoadedModel, nn.Module)):
+    check_weights_option(weights)
+    if isinstance(model, (str, os.PathLike)):
+        model, weights = _named(os.fspath(model), experts, weights), "file"
+    elif not isinstance(model, (LoadedModel, nn.Module)):
         raise UserError(
             f"the model is {model!r}; accepted: a causal LM of transformers, or its folder or "
             "hub id"
         )
-    if isinstance(model, (str, os.PathLike)):
-        name = os.fspath(model)
-        if experts is None:
-            model, weights = load_model(name, weights=weights), "file"
-        else:
-            model = load_offloaded(name, experts)
     elif experts is not None:
         raise UserError("experts=DIR needs the model's folder or hub id, not a loaded model")
-    from multirate.experts.model import experts_on_disk
-
     if isinstance(model, LoadedModel):
         model, tokenizer = model.model, tokenizer or model.tokenizer
     if type(model).__name__ == "OptimizedModule":  # torch.compile's, around the model
         model = model._orig_mod
     if weights != "file":
         model = _with_weights(model, weights)
-    with lock_of(
-        model
-    ).held():  # building a decoder may run the model, and exchanges what reads its experts
-        offloaded = experts_on_disk(model)
-        if offloaded is None:
-            for what, value in (
-                ("expert_memory", expert_memory),
-                ("expert_predictor", expert_predictor),
-            ):
-                if value is not None:
-                    raise UserError(
-                        f"{what} is {value!r}, but the model has no experts on disk; "
-                        "leave it out, or name a store with experts=DIR"
-                    )
-            engine = Engine(model, load_decoder(model, backend), tokenizer, backend)
-        else:
-            if expert_predictor is not None:
-                offloaded.add(expert_predictor)
-            engine = Engine(
-                model, offloaded.start(backend, expert_policy, expert_memory), tokenizer, backend
-            )
-            engine.experts = offloaded
-            engine.default = PLAIN  # every row of a draft has experts to read
+    # building a decoder may run the model, and exchanges what reads its experts
+    with lock_of(model).held():
+        engine = _engine(model, backend, tokenizer, expert_memory, expert_policy, expert_predictor)
     if accelerator is not None:
         engine.add(accelerator)
     return engine
 
 
+def _named(name: str, experts: str | os.PathLike[str] | None, weights: str) -> LoadedModel:
+    if experts is None:
+        return load_model(name, weights=weights)
+    if weights != "file":
+        raise UserError(f"weights {weights} do not work with experts=DIR: leave weights out")
+    return load_offloaded(name, experts)
+
+
+def _engine(
+    model: Any,
+    backend: str,
+    tokenizer: Any,
+    memory: str | int | None,
+    policy: str | None,
+    predictor: str | os.PathLike[str] | None,
+) -> Engine:
+    offloaded = experts_on_disk(model)
+    if offloaded is None:
+        for what, value in (("expert_memory", memory), ("expert_predictor", predictor)):
+            if value is not None:
+                raise UserError(
+                    f"{what} is {value!r}, but the model has no experts on disk; "
+                    "leave it out, or name a store with experts=DIR"
+                )
+        return Engine(model, load_decoder(model, backend), tokenizer, backend)
+    if predictor is not None:
+        offloaded.add(predictor)
+    engine = Engine(model, offloaded.start(backend, policy, memory), tokenizer, backend)
+    engine.experts = offloaded
+    engine.default = PLAIN  # every row of a draft has experts to read
+    return engine
+
+
 def _with_weights(model: Any, weights: str) -> Any:
-    """A loaded model with these weights: see `attach`."""
     if weights != "bf16":
         return quantised_for_kernel(model, weights)
     if not is_quantised(model) and model.dtype != torch.bfloat16:

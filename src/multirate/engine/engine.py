@@ -107,12 +107,10 @@ class Engine(GenerationDefaults):
 
     @property
     def machine(self) -> str:
-        """As `MethodSteps.machine`."""
         return self._steps.machine
 
     @property
     def uses_tuned(self) -> bool:
-        """See the class."""
         return self._steps.uses_tuned
 
     @uses_tuned.setter
@@ -262,7 +260,6 @@ class Engine(GenerationDefaults):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Waits for this thread's turn to generate."""
         with self._lock.held():
             if self._lock.inherited and self.experts is not None:
                 raise UserError(

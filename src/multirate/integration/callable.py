@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 import warnings
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -33,17 +34,8 @@ from multirate.runtime.quantised import runnable
 from multirate.training.checkpoint import Accelerator
 
 
-def custom_generate(
-    accelerator: str | os.PathLike[str] | Accelerator | None = None,
-    *,
-    method: str | None = None,
-    backend: str = "auto",
-    speculate: str = "auto",
-    mode: str = "lossless",
-    quality: float | None = None,
-    tokenizer: Any = None,
-    streamer: Any = None,
-) -> CustomGenerate:
+@dataclass(eq=False, repr=False)
+class CustomGenerate:
     """Makes transformers' `generate` use multirate, with one argument:
 
         model.generate(**inputs, custom_generate=multirate.custom_generate())
@@ -52,22 +44,10 @@ def custom_generate(
         speed_up = multirate.custom_generate("path/to/accelerator")
         model.generate(**inputs, custom_generate=speed_up)
 
-    accelerator: its folder, hub id or name; None: a method that needs no training.
-    method, backend, speculate, mode, quality: as in `multirate.attach` and `Engine.generate`.
-    tokenizer: needed for stop strings if you do not pass one to `generate`.
-    streamer: a streamer of transformers, if you do not pass one to `generate`.
+    The first call packs the model's weights and stores them on the model for later calls. Raises
+    UserError for values that no call could use.
 
-    The first call packs the model's weights and stores them on the model for later calls. A call
-    that multirate cannot speed up runs the model's own loop, with a warning that gives the reason
-    (see CustomGenerate). Raises UserError for values that no call could use.
-    """
-    return CustomGenerate(
-        accelerator, method, backend, speculate, tokenizer, streamer, mode, quality
-    )
-
-
-class CustomGenerate:
-    """Decodes what transformers has prepared: greedy decoding and sampling (temperature, top-k,
+    It decodes what transformers has prepared: greedy decoding and sampling (temperature, top-k,
     top-p, min-p, repetition penalty), EOS ids, length limits, stop strings, left-padded batches and
     streamers.
 
@@ -84,25 +64,33 @@ class CustomGenerate:
     so.
     """
 
-    def __init__(
-        self,
-        accelerator: str | os.PathLike[str] | Accelerator | None,
-        method: str | None,
-        backend: str,
-        speculate: str,
-        tokenizer: Any,
-        streamer: Any,
-        mode: str = "lossless",
-        quality: float | None = None,
-    ) -> None:
-        _check_arguments(accelerator, method, backend, speculate, mode, quality)
-        self._accelerator = accelerator
-        self._mode, self._quality = mode, quality
-        self._method = method
-        self._backend = backend
-        self._speculate = speculate
-        self._tokenizer = tokenizer
-        self._streamer = streamer
+    accelerator: str | os.PathLike[str] | Accelerator | None = None
+    """Its folder, hub id or name; None: a method that needs no training."""
+    _: KW_ONLY
+    method: str | None = None
+    """This and the next four: as in `multirate.attach` and `Engine.generate`."""
+    backend: str = "auto"
+    speculate: str = "auto"
+    mode: str = "lossless"
+    quality: float | None = None
+    tokenizer: Any = None
+    """Needed for stop strings if you do not pass one to `generate`."""
+    streamer: Any = None
+    """A streamer of transformers, if you do not pass one to `generate`."""
+
+    def __post_init__(self) -> None:
+        accelerator, method = self.accelerator, self.method
+        if not isinstance(accelerator, (str, os.PathLike, Accelerator, type(None))):
+            raise UserError(
+                f"the accelerator is {accelerator!r}; accepted: its folder, name or hub id"
+            )
+        if method is not None:
+            if not isinstance(method, str):
+                raise UserError(f"method is {method!r}; accepted: a str")
+            spec.find(spec.parse_variant(method)[0])
+        if self.backend not in BACKENDS:
+            raise UserError(f"backend={self.backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
+        check_mode(self.mode, self.quality, self.speculate)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -128,7 +116,7 @@ class CustomGenerate:
                 "transformers calls custom_generate; use model.generate(..., custom_generate=...)"
             )
         streamer = (
-            self._streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
+            self.streamer or model_kwargs.pop("streamer", None) or argument_of_generate("streamer")
         )
         model_kwargs.pop("streamer", None)
         if argument_of_generate("synced_gpus"):
@@ -141,7 +129,7 @@ class CustomGenerate:
             try:
                 sequences = self._decode(input_ids, stream, loop)
             except Exception as error:
-                greedy = not generation_config.do_sample and self._mode == "lossless"
+                greedy = not generation_config.do_sample and self.mode == "lossless"
                 if stream.failed or loop.went_on or (stream.tokens and not greedy):
                     raise
                 reason = error
@@ -167,18 +155,18 @@ class CustomGenerate:
         if stream and len(request.prompts) > 1:
             raise Unsupported(f"a streamer for {len(request.prompts)} sequences")
         check_model(loop.model)
-        engine = engine_of(loop.model, self._accelerator, self._backend)
+        engine = engine_of(loop.model, self.accelerator, self.backend)
         _check_context(request, engine.decoder.info)
         masks = [[1] * len(prompt) for prompt in request.prompts]  # padding is left out already
         output = engine.generate(
             {"input_ids": request.prompts, "attention_mask": masks},
             request.sampling,
             request.stop,
-            method=self._method,
+            method=self.method,
             on_tokens=stream.put if stream else None,
-            speculate=self._speculate,
-            mode=self._mode,
-            quality=self._quality,
+            speculate=self.speculate,
+            mode=self.mode,
+            quality=self.quality,
         )
         cut = [row for row, reason in enumerate(output.finish_reasons) if reason == "context"]
         if engine.decoder.pass_dependent is not None and engine.notice and not cut:
@@ -200,21 +188,6 @@ class CustomGenerate:
         for row, tokens in enumerate(output.sequences):
             new[row, : len(tokens)] = torch.tensor(tokens, dtype=input_ids.dtype, device="cpu")
         return torch.cat([input_ids, new.to(input_ids.device)], dim=1)
-
-
-def _check_arguments(
-    accelerator: Any, method: str | None, backend: str, speculate: str, mode: str, quality: Any
-) -> None:
-    """Raises UserError for values that no call could use."""
-    if not isinstance(accelerator, (str, os.PathLike, Accelerator, type(None))):
-        raise UserError(f"the accelerator is {accelerator!r}; accepted: its folder, name or hub id")
-    if method is not None:
-        if not isinstance(method, str):
-            raise UserError(f"method is {method!r}; accepted: a str")
-        spec.find(spec.parse_variant(method)[0])
-    if backend not in BACKENDS:
-        raise UserError(f"backend={backend!r} is unknown; accepted: {', '.join(BACKENDS)}")
-    check_mode(mode, quality, speculate)
 
 
 def _warn_of(reason: Exception, stacklevel: int) -> None:
@@ -380,9 +353,10 @@ def _restore_tokenizer(callable_: CustomGenerate) -> None:
     taken, left = frame.f_locals.get("generation_mode_kwargs"), frame.f_locals.get("kwargs")
     if isinstance(left, dict) and "tokenizer" not in left:
         given = taken.get("tokenizer") if isinstance(taken, dict) else None
-        tokenizer = callable_._tokenizer if given is None else given
+        tokenizer = callable_.tokenizer if given is None else given
         if tokenizer is not None:
             left["tokenizer"] = tokenizer
 
 
+custom_generate = CustomGenerate
 _SIGNATURE = inspect.signature(CustomGenerate.__call__)

@@ -57,7 +57,6 @@ class RandomState:
         return torch.get_rng_state(), None if device is None else torch.cuda.get_rng_state(device)
 
     def restore(self) -> None:
-        """Puts the generators back to where they were."""
         state, on_device = self._states
         torch.set_rng_state(state)
         if on_device is not None and self._device is not None:

@@ -34,14 +34,16 @@ _KNOWN_ARGUMENTS = {
     "cache_implementation",
 }
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
-# The order in which both pipelines apply them; another order would be another distribution.
-_ORDER = (
-    processors.RepetitionPenaltyLogitsProcessor,
-    processors.TemperatureLogitsWarper,
-    processors.TopKLogitsWarper,
-    processors.TopPLogitsWarper,
-    processors.MinPLogitsWarper,
-)
+# Processor → (our field, its attribute, type), in the order in which both pipelines apply them;
+# another order would be another distribution.
+_FIELDS: dict[type, tuple[str, str, type]] = {
+    processors.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty", float),
+    processors.TemperatureLogitsWarper: ("temperature", "temperature", float),
+    processors.TopKLogitsWarper: ("top_k", "top_k", int),
+    processors.TopPLogitsWarper: ("top_p", "top_p", float),
+    processors.MinPLogitsWarper: ("min_p", "min_p", float),
+}
+_ORDER = list(_FIELDS)
 
 
 class Unsupported(Exception):
@@ -150,15 +152,8 @@ def _sampling(config: Any, logits_processor: Any, mask: torch.Tensor) -> Samplin
             raise Unsupported("min_tokens_to_keep")
         if kind is processors.RepetitionPenaltyLogitsProcessor:
             _check_penalised_prompt(processor.prompt_ignore_length, mask)
-            values["repetition_penalty"] = float(processor.penalty)
-        elif kind is processors.TemperatureLogitsWarper:
-            values["temperature"] = float(processor.temperature)
-        elif kind is processors.TopKLogitsWarper:
-            values["top_k"] = int(processor.top_k)
-        elif kind is processors.TopPLogitsWarper:
-            values["top_p"] = float(processor.top_p)
-        else:
-            values["min_p"] = float(processor.min_p)
+        field, attribute, of = _FIELDS[kind]
+        values[field] = of(getattr(processor, attribute))
     if not config.do_sample:
         # Warpers that a caller passes himself do not move the most probable token (temperature,
         # top-k, top-p, min-p).

@@ -61,8 +61,6 @@ Start = Callable[[Teacher, Any, Iterable[tuple[Tensor, Tensor, Any]]], None]
 
 @dataclass(frozen=True)
 class Training:
-    """How a method's accelerator is made, trained and loaded."""
-
     config: type[MethodConfig]
     """Dataclass of its config, stored as JSON in accelerator.json."""
     module: type[nn.Module]
@@ -124,7 +122,6 @@ class DynamicMode:
 
     @property
     def dials(self) -> tuple[DynamicMode, ...]:
-        """This one and the others."""
         return self, *self.others
 
     def along(self, count: int | None = None) -> tuple[float, ...]:
@@ -150,8 +147,6 @@ class SecondModel:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """One method."""
-
     name: str
     """As users write it."""
     title: str

@@ -83,7 +83,6 @@ class Accelerator:
     """
 
     def parameters(self) -> int:
-        """Number of trained parameters."""
         return sum(p.numel() for p in self.module.parameters())
 
     def check_fits(self, model: Any) -> None:

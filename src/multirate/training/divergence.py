@@ -65,5 +65,4 @@ def check_results(results: Mapping[str, Any], step: int, rate: float) -> None:
 
 
 def _advice(rate: float) -> str:
-    """What to try instead."""
     return f"lower the learning rate (lr is {rate:g}) or raise warmup_steps"

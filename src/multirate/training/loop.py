@@ -72,8 +72,6 @@ STARTING_BATCHES_OF_STATES = 256
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of a training run."""
-
     finished: bool
     """False if the run was interrupted; the same call resumes it."""
     steps: int

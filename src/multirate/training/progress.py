@@ -97,5 +97,4 @@ class TrainProgress:
             self.console.print(line, soft_wrap=True, highlight=False)
 
     def due(self) -> bool:
-        """Whether the last report is SAY_EVERY seconds ago."""
         return time.monotonic() - self.said >= SAY_EVERY

@@ -54,7 +54,6 @@ class QuestionSettings:
             self.sampling(number)
 
     def sampling(self, number: int) -> SamplingSettings:
-        """Those of a round."""
         temperature = self.temperatures[number % len(self.temperatures)]
         return SamplingSettings(temperature=temperature, top_p=self.top_p, seed=self.seed)
 

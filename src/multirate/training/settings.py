@@ -18,45 +18,38 @@ class TrainSettings(MethodConfig):
     """
 
     steps: int = 2000
-    """Optimizer steps."""
+    """Number of optimizer steps."""
     tokens_per_batch: int = 4096
-    """Padded tokens of one forward pass of one process; at least max_length."""
+    """Tokens per forward pass and process, padding included; at least max_length."""
     max_length: int = 512
-    """Samples are cut to this many tokens."""
+    """Maximum number of tokens per sample; longer samples are cut."""
     gradient_accumulation: int = 1
     """Forward passes per optimizer step."""
     lr: float = 4e-3
-    """Peak learning rate, of batched Muon (training/muon.py) on matrices and AdamW on the rest."""
+    """Peak learning rate, of batched Muon on matrices and AdamW on the rest."""
     warmup_steps: int = 50
-    """Steps of linear warm-up."""
+    """Steps until the learning rate reaches its peak."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto: bf16 on hardware that multiplies it faster (precision.py), fp32 elsewhere. The base's
-    weights stay as they are.
-    """
+    """auto, bf16 or fp32. auto: bf16 if the hardware supports it."""
     seed: int = 0
-    """Seed of the run."""
+    """Random seed."""
     heldout_files: tuple[str, ...] = ()
-    """Data files to evaluate at the end. Empty: up to ``heldout_samples`` of the training data are
-    set aside.
-    """
+    """Data for the final evaluation (repeatable; default: part of --data)."""
     heldout_samples: int = 256
-    """Maximum number of samples to evaluate. About a tenth of the prompts is set aside."""
+    """Maximum number of samples to evaluate."""
     checkpoint_steps: int | None = None
-    """Also write a checkpoint every this many steps. Null: only every two minutes."""
+    """Also write a checkpoint after this many steps (default: only every two minutes)."""
     log_every: int = 20
-    """Steps between progress reports."""
+    """Steps between progress lines."""
     teacher_states: str | None = None
-    """Folder to store the base's final residuals in, so that the base reads each sample only
-    once.
+    """Keep the base model's outputs in this folder, so that each sample runs through it only once.
     """
     start_from: str | None = None
-    """Folder of a trained accelerator of the same method. The run starts from its weights and
-    config, and the new model card lists its earlier training.
-    """
+    """Continue from this trained accelerator, with other data or settings."""
     compile: bool = False
-    """Compiles the base's layers; worth it for long runs."""
+    """Compile the base model's layers (worth it on long runs)."""
     overwrite: bool = False
-    """Replaces a finished accelerator in the output folder."""
+    """Replace a finished accelerator in the output folder."""
 
     def check(self) -> None:
         for name in ("steps", "gradient_accumulation", "log_every", "heldout_samples"):

@@ -104,5 +104,4 @@ def load_state(directory: Path, identity: dict[str, Any]) -> dict[str, Any] | No
 
 
 def remove_state(directory: Path) -> None:
-    """The run is finished."""
     (directory / STATE).unlink(missing_ok=True)

@@ -154,7 +154,6 @@ class TeacherStates:
 
     @property
     def complete(self) -> bool:
-        """Whether every sample's states are on disk."""
         return not self._missing
 
     @torch.no_grad()

@@ -17,9 +17,9 @@ from multirate.decoding.plain import PlainStep
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.guarantee import Guarantee, store
-from multirate.lab.calibration import calibrate as calibration
+from multirate.lab.calibration import calibrate as calibrating
 from multirate.lab.calibration import measure
-from multirate.lab.calibration.calibrate import calibrate, check_guarantee
+from multirate.lab.calibration.calibrate import Calibration, check_guarantee
 from multirate.lab.calibration.measure import Measured, answers, full_model_on, read_prompts
 from multirate.lab.calibration.risk import try_threshold
 from multirate.methods._shared.shape import BaseShape
@@ -106,20 +106,10 @@ def test_answers_that_a_lower_threshold_leaves_as_they_are_are_not_decoded_again
         return original(*args, **more)
 
     monkeypatch.setattr(measure, "generate", counted)
-    same: dict[float, list[Measured]] = {}
-    made, bolder = (
-        calibrate(
-            engine.decoder,
-            given,
-            PROMPTS,
-            fingerprint(model),
-            quality=quality,
-            stop=STOP,
-            batch=2,
-            measured=same,
-        )
-        for quality in (0.7, 0.6)
+    calibration = Calibration(
+        engine.decoder, given, PROMPTS, fingerprint(model), stop=STOP, batch=2
     )
+    made, bolder = calibration.reach(0.7), calibration.reach(0.6)
     assert bolder.tried[: len(made.tried) - 1] == made.tried[:-1]
     assert sum(decoded) < len(PROMPTS) * len(bolder.tried) - 40
     mode, method = find("m2r2-carry").dynamic, find("m2r2-carry")
@@ -139,15 +129,14 @@ def test_a_guarantee_is_made_stored_and_kept(model: Any, tmp_path: Path, method:
     engine = multirate.attach(model, folder, backend="hf")
     given = engine.accelerators[method]
     seen: list[tuple[float, int, int]] = []
-    made = calibrate(
+    made = Calibration(
         engine.decoder,
         given,
         PROMPTS,
         fingerprint(model),
-        quality=0.7,
         stop=STOP,
         progress=lambda *said: seen.append(said),
-    )
+    ).reach(0.7)
     mode = find(method).dynamic
     assert mode is not None and made.gates == mode.gates(given.module)
     assert [threshold for threshold, _ in made.tried] == list(mode.path[: len(made.tried)])
@@ -197,15 +186,14 @@ def test_a_threshold_whose_answers_loop_is_not_guaranteed(
             for one in answers(*args, **more):
                 yield replace(one, looping=looping.get(threshold, 0))
 
-        monkeypatch.setattr(calibration, "answers", some_loop)
-        return calibrate(
+        monkeypatch.setattr(calibrating, "answers", some_loop)
+        return Calibration(
             engine.decoder,
             engine.accelerators["m2r2-carry"],
             PROMPTS,
             fingerprint(model),
-            quality=0.7,
             stop=STOP,
-        )
+        ).reach(0.7)
 
     free = guaranteed({})
     assert not free.looped and len(free.tried) > 3
@@ -224,15 +212,14 @@ def test_fewer_thresholds_are_spread_over_the_path(model: Any, tmp_path: Path) -
     assert set(few) < set(mode.path) and list(few) == sorted(few, reverse=True)
     assert mode.along() == mode.along(99) == mode.path and mode.along(1) == mode.path[:1]
     engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
-    made = calibrate(
+    made = Calibration(
         engine.decoder,
         engine.accelerators["m2r2-carry"],
         PROMPTS,
         fingerprint(model),
-        quality=0.7,
         stop=STOP,
-        tries=4,
-    )
+        path=mode.along(4),
+    ).reach(0.7)
     assert [threshold for threshold, _ in made.tried] == list(few[: len(made.tried)])
 
 
@@ -241,10 +228,10 @@ def test_where_no_threshold_is_safe_no_token_leaves(
 ) -> None:
     folder = accelerator(model, tmp_path / "acc")
     engine = multirate.attach(model, folder, backend="hf")
-    monkeypatch.setattr(calibration, "answers", lambda *_: iter([Measured(10, 9)] * len(PROMPTS)))
-    made = calibrate(
-        engine.decoder, engine.accelerators["m2r2-carry"], PROMPTS, fingerprint(model), 0.7
-    )
+    monkeypatch.setattr(calibrating, "answers", lambda *_: iter([Measured(10, 9)] * len(PROMPTS)))
+    made = Calibration(
+        engine.decoder, engine.accelerators["m2r2-carry"], PROMPTS, fingerprint(model)
+    ).reach(0.7)
     assert not made.leaves_early and len(made.tried) == 1
     assert made.settings["exit_thresholds"] == [None]
     store(folder, made)
@@ -256,11 +243,13 @@ def test_where_no_threshold_is_safe_no_token_leaves(
 def test_only_the_points_that_were_named_are_tried(model: Any, tmp_path: Path) -> None:
     engine = multirate.attach(model, accelerator(model, tmp_path / "acc"), backend="hf")
     given = engine.accelerators["m2r2-carry"]
-    made = calibrate(engine.decoder, given, PROMPTS, "base", 0.7, stop=STOP, points=(1.0, 0.9))
+    made = Calibration(engine.decoder, given, PROMPTS, "base", stop=STOP, path=(1.0, 0.9)).reach(
+        0.7
+    )
     assert [point for point, _ in made.tried] == [1.0, 0.9][: len(made.tried)]
     for points in ((), (0.5, 0.5), (0.1, 0.2), (float("nan"),)):
         with pytest.raises(UserError, match=r"points are .*decreasing numbers"):
-            calibrate(engine.decoder, given, PROMPTS, "base", 0.7, points=points)
+            Calibration(engine.decoder, given, PROMPTS, "base", path=points).reach(0.7)
 
 
 def test_what_is_refused(model: Any, tmp_path: Path) -> None:
@@ -292,21 +281,19 @@ def test_what_is_refused(model: Any, tmp_path: Path) -> None:
     engine = multirate.attach(model, blind, backend="hf")
     given = engine.accelerators["m2r2-carry"]
     with pytest.raises(UserError, match="needs an accelerator with ARLA"):
-        calibrate(
+        Calibration(
             engine.decoder,
             given,
             PROMPTS,
             fingerprint(model),
-            0.7,
             settings={"exit_score": "arla"},
-        )
-    made = calibrate(
+        ).reach(0.7)
+    made = Calibration(
         engine.decoder,
         given,
         PROMPTS,
         fingerprint(model),
-        0.7,
         stop=StopSettings(max_new_tokens=2),
         settings={"exit_score": "confidence"},
-    )
+    ).reach(0.7)
     assert made.settings["exit_score"] == "confidence"

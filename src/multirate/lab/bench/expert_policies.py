@@ -79,7 +79,6 @@ class ExpertRun:
 
     @property
     def rows(self) -> list[ExpertRow]:
-        """Of all budgets."""
         return [row for _, rows in self.budgets for row in rows]
 
 
@@ -126,6 +125,60 @@ class _Run:
         if self.name == "oracle":
             self.runtime.predict_with(Oracle(self._traces[index]))
 
+    def warm_up(self, answer: _Answers, prompt: Prompt) -> None:
+        """Answers the first prompt, which is not counted."""
+        if self.name == RESIDENT:
+            self.runtime.preload()
+        self.ready(0)
+        answer(self.runtime, prompt)
+        self.runtime.reset()
+
+    def timeline(self, answer: _Answers, prompt: Prompt) -> list[Event]:
+        """The events of one token of the first prompt's answer."""
+        self.ready(0)
+        self.runtime.reset(events=True)
+        answer(self.runtime, prompt)
+        return _last_token(self.runtime.stats.events or [])
+
+
+class _Answers:
+    def __init__(self, engine: Engine, max_new_tokens: int) -> None:
+        self._engine, self._stop = engine, engine.stopping(max_new_tokens, ())
+
+    def __call__(
+        self, runtime: ExpertRuntime, prompt: Prompt, decoding: ExpertStats | None = None
+    ) -> _Answer:
+        """Adds the counts of decoding to `decoding`."""
+        engine = self._engine
+        assert engine.experts is not None
+        engine.experts.runtime = runtime
+        engine.forget()
+        first: list[tuple[float, ExpertStats]] = []
+
+        def on_tokens(_: int, __: Sequence[int]) -> None:
+            if not first:
+                first.append((time.perf_counter(), runtime.stats.copy()))
+
+        began = time.perf_counter()
+        output = engine.generate([prompt.tokens], SamplingSettings(), self._stop, PLAIN, on_tokens)
+        end = time.perf_counter()
+        at, before = first[0] if first else (end, runtime.stats.copy())
+        if decoding is not None:
+            decoding.add(runtime.stats.minus(before))
+        return _Answer(output.sequences[0], at - began, end - at)
+
+    def without_limit(
+        self, offload: OffloadedExperts, prompts: Sequence[Prompt]
+    ) -> tuple[list[list[int]], list[Trace]]:
+        """The true tokens and needs of each prompt, from a runtime that holds all experts."""
+        truth, traces = [], []
+        with ExpertRuntime(offload.store) as resident:
+            for prompt in prompts:
+                resident.trace = []
+                truth.append(self(resident, prompt).tokens)
+                traces.append(resident.trace)
+        return truth, traces
+
 
 def measure_policies(
     engine: Engine,
@@ -136,7 +189,7 @@ def measure_policies(
     *,
     max_new_tokens: int,
     repeats: int,
-    on_answer: Callable[[], None] | None = None,
+    on_answer: Callable[[], None] = lambda: None,
 ) -> ExpertRun:
     """Every policy on every prompt at every budget. settings(budget): how a runtime of that budget
     reads.
@@ -146,47 +199,15 @@ def measure_policies(
     """
     offload = engine.experts
     assert offload is not None
-    greedy, stop = SamplingSettings(), engine.stopping(max_new_tokens, ())
-    advance = on_answer or (lambda: None)
-
-    def answer(
-        runtime: ExpertRuntime, prompt: Prompt, decoding: ExpertStats | None = None
-    ) -> _Answer:
-        offload.runtime = runtime
-        engine.forget()
-        first: list[tuple[float, ExpertStats]] = []
-
-        def on_tokens(_: int, __: Sequence[int]) -> None:
-            if not first:
-                first.append((time.perf_counter(), runtime.stats.copy()))
-
-        began = time.perf_counter()
-        tokens = engine.generate([prompt.tokens], greedy, stop, PLAIN, on_tokens).sequences[0]
-        end = time.perf_counter()
-        at, before = first[0] if first else (end, runtime.stats.copy())
-        if decoding is not None:
-            decoding.add(runtime.stats.minus(before))
-        return _Answer(tokens, at - began, end - at)
-
-    result = ExpertRun([], {})
-    first = offload.runtime
-    with ExpertRuntime(offload.store) as resident:
-        truth, traces = [], []
-        for prompt in prompts:
-            resident.trace = []
-            truth.append(answer(resident, prompt).tokens)
-            traces.append(resident.trace)
+    answer, result, first = _Answers(engine, max_new_tokens), ExpertRun([], {}), offload.runtime
+    truth, traces = answer.without_limit(offload, prompts)
     order = [0, *(index for _ in range(repeats) for index in range(len(prompts)))]
     try:
         for budget in budgets:
             runs = [_Run(offload, name, settings(budget), traces, order) for name in names]
             try:
                 for run in runs:
-                    if run.name == RESIDENT:
-                        run.runtime.preload()
-                    run.ready(0)
-                    answer(run.runtime, prompts[0])
-                    run.runtime.reset()
+                    run.warm_up(answer, prompts[0])
                 for repeat in range(repeats):
                     for run in runs:
                         run.samples.append([])
@@ -195,16 +216,12 @@ def measure_policies(
                         for run in [*runs[turn:], *runs[:turn]]:
                             run.ready(index)
                             run.samples[-1].append(answer(run.runtime, prompt, run.decoding))
-                            advance()
+                            on_answer()
                 rows = [_row(run, budget, truth) for run in runs]
                 _speedups(rows)
                 result.budgets.append((budget, rows))
                 if not result.timelines:
-                    for run in runs:
-                        run.ready(0)
-                        run.runtime.reset(events=True)
-                        answer(run.runtime, prompts[0])
-                        result.timelines[run.name] = _last_token(run.runtime.stats.events or [])
+                    result.timelines = {run.name: run.timeline(answer, prompts[0]) for run in runs}
             finally:
                 for run in runs:
                     run.runtime.close()

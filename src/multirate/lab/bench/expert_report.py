@@ -87,7 +87,6 @@ def arithmetic(rows: Sequence[ExpertRow], row: ExpertRow) -> Arithmetic | None:
 
 
 def table(rows: Sequence[ExpertRow], title: str) -> Table:
-    """The rows of one budget for a terminal."""
     made = Table(
         title=title, box=SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False, title_justify="left"
     )
@@ -141,7 +140,6 @@ def page(run: ExpertRun, content: Mapping[str, Any]) -> str:
 
 
 def size(count: int) -> str:
-    """A readable number of bytes."""
     if count < 10**6:
         return f"{count / 1e3:.0f} kB"
     return f"{count / 1e6:.1f} MB" if count < 10**9 else f"{count / 1e9:.2f} GB"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from rich.table import Table
@@ -82,23 +83,18 @@ def frontier(rows: Sequence[Row], qualities: Sequence[float] = QUALITIES) -> lis
     whose answers loop (`MOST_LOOPING`), unless their quality is a task's score, which sees it.
     """
     most = MOST_LOOPING + next((row.repeats for row in rows if row.method == PLAIN), 0.0)
-    methods = dict.fromkeys(row.method.partition(":")[0] for row in rows)
-    found = []
-    for method in methods:
-        own = [row for row in rows if row.method.partition(":")[0] == method]
-        for quality in qualities:
-            best: Best | None = None
-            for row in own:
-                kept = row.quality
-                if kept is None or kept < quality or row.speedup is None:
-                    continue
-                if not row.lossless and row.score_kept is None and row.repeats > most:
-                    continue
-                if best is None or row.speedup > best.speedup:
-                    best = Best(method, quality, row.method, kept, row.speedup, row.lossless)
-            if best is not None:
-                found.append(best)
-    return found
+    found: dict[tuple[str, float], Best] = {}
+    for row, quality in product(rows, qualities):
+        method, kept = row.method.partition(":")[0], row.quality
+        loops = not row.lossless and row.score_kept is None and row.repeats > most
+        if kept is None or kept < quality or row.speedup is None or loops:
+            continue
+        best = found.get((method, quality))
+        if best is None or row.speedup > best.speedup:
+            one = Best(method, quality, row.method, kept, row.speedup, row.lossless)
+            found[method, quality] = one
+    methods = list(dict.fromkeys(row.method.partition(":")[0] for row in rows))
+    return sorted(found.values(), key=lambda b: (methods.index(b.method), -b.quality))
 
 
 def table(bests: Sequence[Best], measure: str = "tokens that match the full model's") -> Table:

@@ -43,7 +43,6 @@ def table(rows: Sequence[Row], title: str | None = None) -> Table:
 
 
 def score_table(rows: Sequence[Row]) -> Table:
-    """The scores of rows on a task."""
     result = Table(title="Scores", title_justify="left", pad_edge=False)
     result.add_column("method", overflow="fold", max_width=40)
     metrics = list(dict.fromkeys(metric for row in rows for metric in row.scores))

@@ -38,13 +38,11 @@ def step_cost(content: Content, row: Mapping[str, Any]) -> float | None:
 
 
 def fastest(content: Content) -> Mapping[str, Any] | None:
-    """The lossless row with the largest speedup."""
     rows = [row for row in content["rows"] if row["lossless"] and row["speedup"] is not None]
     return max(rows, key=lambda row: float(row["speedup"]), default=None)
 
 
 def figures(content: Content) -> list[Figure]:
-    """The figures that the run has data for."""
     rows = [row for row in content["rows"] if row["speedup"] is not None]
     made = [_speedups(content, rows)] if rows else []
     costed = [row for row in rows if step_cost(content, row) is not None]

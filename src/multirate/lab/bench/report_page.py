@@ -77,7 +77,6 @@ def render(content: Mapping[str, Any]) -> str:
 
 
 def title(content: Mapping[str, Any]) -> str:
-    """What was measured, in one line."""
     drawn = content.get("temperature")
     how = "greedy" if drawn is None else f"temperature {drawn:g}"
     task = f" ({content['task']})" if content.get("task") else ""
@@ -134,7 +133,6 @@ def _answers(content: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _lead(content: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The main figures and their labels."""
     found, best = [], fastest(content)
     if best is not None:
         found.append(
@@ -179,7 +177,6 @@ def _accelerators(content: Mapping[str, Any]) -> list[list[str]]:
 
 
 def _notes(content: Mapping[str, Any]) -> list[str]:
-    """Notes on rows, and why some are missing."""
     notes = [f"{row['method']}: {row['note']}" for row in content["rows"] if row["note"]]
     missing = [f"No row for {one['method']}: {one['reason']}" for one in content["unavailable"]]
     if content["interrupted"]:
@@ -198,7 +195,6 @@ def _notes(content: Mapping[str, Any]) -> list[str]:
 
 
 def _facts(content: Mapping[str, Any]) -> dict[str, str]:
-    """How the run was made."""
     made, others = page.facts(content), content.get("other_processes_used", 0)
     loops: Sequence[str] | None = content.get("loops")
     bandwidth = content["read_bandwidth_bytes_per_second"] / 1e9

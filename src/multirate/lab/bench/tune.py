@@ -57,16 +57,13 @@ class Tried:
 
     @property
     def prompts(self) -> int:
-        """How many were answered."""
         return len(self.seen)
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
         return self.speed_of(self.prompts)
 
     def speed_of(self, prompts: int) -> float:
-        """Tokens a second over the first `prompts`."""
         seen = self.seen[:prompts]
         seconds = sum(one.seconds for one in seen)
         return sum(one.tokens for one in seen) / seconds if seconds else 0.0

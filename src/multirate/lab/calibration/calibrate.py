@@ -8,6 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from multirate.decoding.stopping import StopSettings
@@ -53,98 +54,102 @@ def check_points(points: Sequence[float]) -> tuple[float, ...]:
     return tuple(points)
 
 
-def calibrate(
-    decoder: Decoder,
-    accelerator: Accelerator,
-    prompts: Sequence[Sequence[int]],
-    base: str,
-    quality: float,
-    confidence: float = 0.95,
-    stop: StopSettings | None = None,
-    data: Sequence[str] = ("the data",),
-    batch: int = 8,
-    progress: Progress | None = None,
-    settings: Mapping[str, Any] | None = None,
-    measured: dict[float, list[Measured]] | None = None,
-    tries: int | None = None,
-    points: Sequence[float] | None = None,
-) -> Guarantee:
-    """Answers the prompts at one threshold after another, from the most cautious to the boldest,
-    and returns a Guarantee for the last that reaches the quality.
-
-    prompts: token ids of prompts like those that the calibration is for, and not in the
-        accelerator's training data.
-    base: the fingerprint of the decoder's model.
-    stop: stop settings of the answers.
-    data: the files' names, for the record.
-    settings: method settings to calibrate, replacing its defaults (exit_score, kv).
-    measured: by threshold, answers to the first prompts from earlier calls with the same arguments
-        (except quality and confidence). They are not decoded again; new answers are added.
-    tries: how many thresholds of the method's path to try, spread evenly; None: all.
-    points: thresholds to try instead of the path, the most cautious first.
-
-    A threshold whose answers run into loops is not accepted, whatever its quality, because the full
-    model would continue a loop as well. Raises UserError for an accelerator that cannot leave early
-    and for too little data.
+@dataclass
+class Calibration:
+    """Answers prompts at one threshold after another, from the most cautious to the boldest, and
+    keeps what it measures for further qualities.
     """
-    method = find(accelerator.method)
-    mode = method.dynamic_mode()
-    check_guarantee(quality, confidence, len(prompts), ", ".join(data))
-    stop = stop or StopSettings()
-    # looking ends where it is sure, which a sorted file must not make it too early
-    prompts = random.Random(0).sample(list(prompts), len(prompts))
-    measured = {} if measured is None else measured
 
-    def settings_at(threshold: float | None) -> dict[str, Any]:
-        return {**(settings or {}), **mode.settings(accelerator.module, threshold)}
+    decoder: Decoder
+    accelerator: Accelerator
+    prompts: Sequence[Sequence[int]]
+    """Token ids of prompts like those that the calibration is for, and not in the accelerator's
+    training data.
+    """
+    base: str
+    """The fingerprint of the decoder's model."""
+    stop: StopSettings = field(default_factory=StopSettings)
+    """Of the answers."""
+    data: Sequence[str] = ("the data",)
+    """The files' names, for the record."""
+    batch: int = 8
+    progress: Progress | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Method settings to calibrate, replacing its defaults (exit_score, kv)."""
+    path: Sequence[float] | None = None
+    """Thresholds to try, the most cautious first; None: all of the method's."""
 
-    def losses(threshold: float) -> Iterator[float]:
-        seen = measured.setdefault(threshold, [])
+    def __post_init__(self) -> None:
+        self._method = find(self.accelerator.method)
+        self._mode = self._method.dynamic_mode()
+        self._path = self._mode.path if self.path is None else check_points(self.path)
+        # looking ends where it is sure, which a sorted file must not make it too early
+        self._drawn = random.Random(0).sample(list(self.prompts), len(self.prompts))
+        self._measured: dict[float, list[Measured]] = {}
+        """By threshold, of the first of these prompts."""
+
+    def reach(self, quality: float, confidence: float = 0.95) -> Guarantee:
+        """A Guarantee for the boldest threshold that reaches the quality.
+
+        A threshold whose answers run into loops is not accepted, whatever its quality, because the
+        full model would continue a loop as well. Raises UserError for an accelerator that cannot
+        leave early and for too little data.
+        """
+        check_guarantee(quality, confidence, len(self.prompts), ", ".join(self.data))
+        looped: list[float] = []
+
+        def sound(threshold: float) -> bool:
+            """Whether its answers loop no more than those of the most cautious threshold."""
+            most = MOST_LOOPING + _looping(self._measured[self._path[0]])
+            if _looping(self._measured[threshold]) > most:
+                looped.append(threshold)
+            return not looped
+
+        tested = risk.try_in_order(
+            self._path, self._losses, len(self.prompts), 1 - quality, confidence, sound
+        )
+        best = next((one for one in reversed(tested) if one.holds), None)
+        seen = [] if best is None else self._measured[best.threshold][: len(best.losses)]
+        chosen = self._settings_at(None if best is None else best.threshold)
+        return Guarantee(
+            quality=quality,
+            confidence=confidence,
+            gates=self._mode.gates(self.accelerator.module),
+            # all of them: another version's defaults are not what was calibrated
+            settings=self._method.read_settings(chosen).to_json(),
+            base=self.base,
+            accelerator=self.accelerator.weights_sha256,
+            samples=len(self.prompts) if best is None else len(best.losses),
+            max_new_tokens=self.stop.max_new_tokens or 0,
+            tokens=sum(one.tokens for one in seen),
+            differing=sum(one.differing for one in seen),
+            loss=0.0 if best is None else best.mean,
+            p_value=0.0 if best is None else best.p_value,
+            leaves_early=best is not None,
+            data=tuple(self.data),
+            tried=tuple((one.threshold, one.mean) for one in tested),
+            looped=bool(looped),
+        )
+
+    def _settings_at(self, threshold: float | None) -> dict[str, Any]:
+        return {**self.settings, **self._mode.settings(self.accelerator.module, threshold)}
+
+    def _losses(self, threshold: float) -> Iterator[float]:
+        """Of the prompts in turn. Answers that are measured already are not decoded again."""
+        seen = self._measured.setdefault(threshold, [])
         yield from [one.loss for one in seen]
         first = len(seen)
-        higher = [other for other in measured if other > threshold]
-        before = measured[min(higher)][first:] if higher else []
-        step = method.make_step(decoder, accelerator, settings_at(threshold))
+        higher = [other for other in self._measured if other > threshold]
+        before = self._measured[min(higher)][first:] if higher else []
+        settings = self._settings_at(threshold)
+        step = self._method.make_step(self.decoder, self.accelerator, settings)
         assert step is not None
-        for one in answers(decoder, step, prompts[first:], stop, batch, threshold, before):
+        rest = self._drawn[first:]
+        for one in answers(self.decoder, step, rest, self.stop, self.batch, threshold, before):
             seen.append(one)
-            if progress is not None:
-                progress(threshold, len(seen), len(prompts))
+            if self.progress is not None:
+                self.progress(threshold, len(seen), len(self.prompts))
             yield one.loss
-
-    path = mode.along(tries) if points is None else check_points(points)
-    looped: list[float] = []
-
-    def sound(threshold: float) -> bool:
-        """Whether its answers loop no more than those of the most cautious threshold."""
-        if _looping(measured[threshold]) > MOST_LOOPING + _looping(measured[path[0]]):
-            looped.append(threshold)
-        return not looped
-
-    tested = risk.try_in_order(path, losses, len(prompts), 1 - quality, confidence, sound)
-    held = [one for one in tested if one.holds]
-    best = held[-1] if held else None
-    seen = measured[best.threshold][: len(best.losses)] if best is not None else []
-    chosen = settings_at(None if best is None else best.threshold)
-    return Guarantee(
-        quality=quality,
-        confidence=confidence,
-        gates=mode.gates(accelerator.module),
-        # all of them: another version's defaults are not what was calibrated
-        settings=method.read_settings(chosen).to_json(),
-        base=base,
-        accelerator=accelerator.weights_sha256,
-        samples=len(prompts) if best is None else len(best.losses),
-        max_new_tokens=stop.max_new_tokens or 0,
-        tokens=sum(one.tokens for one in seen),
-        differing=sum(one.differing for one in seen),
-        loss=0.0 if best is None else best.mean,
-        p_value=0.0 if best is None else best.p_value,
-        leaves_early=best is not None,
-        data=tuple(data),
-        tried=tuple((one.threshold, one.mean) for one in tested),
-        looped=bool(looped),
-    )
 
 
 def _looping(answered: Sequence[Measured]) -> float:

@@ -46,7 +46,6 @@ class Tested:
 
     @property
     def mean(self) -> float:
-        """Mean loss of the samples looked at."""
         return sum(self.losses) / max(1, len(self.losses))
 
 
@@ -61,7 +60,6 @@ class Wager:
         self._logs: NDArray[np.float64] = np.log(_CAPITAL)
 
     def add(self, loss: float) -> None:
-        """One more loss."""
         kept = np.maximum(0.0, 1 + self._bets * (self.risk - loss))
         with np.errstate(divide="ignore"):  # everything may be lost
             self._logs += np.log(kept)

@@ -43,7 +43,6 @@ def documents(data: str | os.PathLike[str] | None = None, **_: Any) -> dict[str,
 
 
 def scores(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, float]:
-    """ROUGE of an answer."""
     return rouge(answers[0].strip(), document["references"])
 
 

@@ -71,7 +71,6 @@ def _errors(text: str, meaning: str) -> int:
 
 
 def scores(document: Mapping[str, Any], answers: Sequence[str]) -> dict[str, Any]:
-    """What metrics.corpus_bleu and metrics.slot_error_rate take of an answer."""
     answer = " ".join(answers[0].split())
     return {
         "bleu": (answer, list(document["references"])),

@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rich.table import Table
+
 from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.lab.evaluation.modes import Decoding
@@ -144,3 +146,24 @@ def _answer(sample: dict[str, Any]) -> dict[str, Any]:
         if isinstance(sample.get(metric), (int, float))
     }
     return {"document": sample["doc_id"], "said": sample["filtered_resps"], **scores}
+
+
+def table(evaluation: Evaluation, title: str) -> Table:
+    """A line per task and metric; ↑: higher is better, ↓: lower."""
+    result = Table(title=title, title_justify="left", pad_edge=False)
+    result.add_column("task", overflow="fold")
+    result.add_column("metric", overflow="fold")
+    for name in ("score", "± std. error", "samples"):
+        result.add_column(name, justify="right")
+    before = None
+    for score in evaluation.scores:
+        direction = {True: " ↑", False: " ↓", None: ""}
+        result.add_row(
+            score.task if score.task != before else "",
+            score.metric + direction[score.higher_is_better],
+            f"{score.value:.4f}",
+            "-" if score.error is None else f"{score.error:.4f}",
+            str(score.samples),
+        )
+        before = score.task
+    return result

@@ -15,7 +15,6 @@ _YAML = (".yaml", ".yml")
 
 
 def local_tasks() -> list[str]:
-    """The names of this package's tasks."""
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 

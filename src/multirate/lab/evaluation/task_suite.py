@@ -42,7 +42,6 @@ class TaskSuite:
 
 
 def is_task(suite: str) -> bool:
-    """Whether a suite's name is that of a task."""
     return suite in local_tasks()
 
 

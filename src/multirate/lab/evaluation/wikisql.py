@@ -84,7 +84,6 @@ class Query:
 
     @staticmethod
     def unpacked(values: Sequence[Any]) -> Query:
-        """The query that was packed."""
         aggregate, column, conditions = values
         return Query(aggregate, column, tuple(Condition(*one) for one in conditions))
 
@@ -274,7 +273,6 @@ def made_table(queries: Sequence[Query], seed: str) -> Table:
 
 
 def _meeting(condition: Condition, draw: random.Random) -> Any:
-    """A value that meets the condition."""
     value = _cell(condition.value)
     if condition.sign == "=":
         return value
@@ -284,7 +282,6 @@ def _meeting(condition: Condition, draw: random.Random) -> Any:
 
 
 def _missing(condition: Condition, draw: random.Random) -> Any:
-    """A value that does not."""
     value = _cell(condition.value)
     if condition.sign != "=":
         return value

@@ -38,7 +38,6 @@ class Colouring:
     of: list[list[int]]
 
     def counts(self) -> list[int]:
-        """Tokens of each category, over all texts."""
         found = Counter(index for text in self.of for index in text)
         return [found[index] for index in range(len(self.categories))]
 

@@ -17,8 +17,6 @@ from multirate.runtime.decoder import Decoder
 
 
 class Kind(Enum):
-    """How a token was decided."""
-
     MODEL = "model"
     """All layers: the prompt's pass, a plain step, or the token that follows a verified draft."""
     DRAFT = "draft"

@@ -34,7 +34,6 @@ def _viridis(depth: float) -> str:
 
 
 def layer_figures(inspection: Inspection) -> list[Figure]:
-    """Velocity, direction, alignment and agreement by layer."""
     values = inspection.values
     tokens = f"over the {inspection.tokens} tokens of the answer"
     if len(inspection.texts) > 1:
@@ -73,7 +72,6 @@ def layer_figures(inspection: Inspection) -> list[Figure]:
 
 
 def histogram(inspection: Inspection, colouring: Colouring) -> Figure:
-    """How many tokens each category has."""
     counts, total = colouring.counts(), inspection.tokens
 
     def draw(axes: Any) -> None:
@@ -223,7 +221,6 @@ def _quartile_rows(layers: Sequence[int], spread: Quartiles) -> list[list[str]]:
 
 
 def _drawn(css: str) -> str:
-    """The colour that matplotlib uses for it."""
     return INKS["muted"] if css == "var(--muted)" else css
 
 

@@ -51,12 +51,10 @@ class Inspection:
 
     @property
     def values(self) -> TextValues:
-        """Of all texts."""
         return join([text.values for text in self.texts])
 
     @property
     def tokens(self) -> int:
-        """How many were decoded."""
         return sum(len(text.tokens) for text in self.texts)
 
 

@@ -62,7 +62,6 @@ def render(inspection: Inspection, tokenizer: Any, facts: Mapping[str, str]) -> 
 
 
 def _lead(inspection: Inspection) -> list[tuple[str, str]]:
-    """The main figures and their labels."""
     total = inspection.tokens
     layers = sorted(
         layer for text in inspection.texts for layer in text.values.first_agreeing_layers()
@@ -120,7 +119,6 @@ def _pieces(
 def _details(
     inspection: Inspection, text: InspectedText, decode: Callable[[int], str]
 ) -> list[dict[str, Any]]:
-    """The details that the page shows for each token."""
     found = []
     layers = text.values.first_agreeing_layers()
     for i, (token, decision) in enumerate(zip(text.tokens, text.decisions, strict=True)):

@@ -40,7 +40,6 @@ class Figure:
 
 
 def legend_above(axes: Any) -> None:
-    """A legend in one line."""
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
 
 

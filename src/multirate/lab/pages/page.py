@@ -19,7 +19,6 @@ PAGE = "a page that multirate wrote"
 
 
 def is_page(path: Path) -> bool:
-    """Whether a file is one of our pages."""
     try:
         with path.open("rb") as file:
             return MARK.encode() in file.read(1 << 12)
@@ -40,7 +39,6 @@ def check_installed() -> None:
 
 
 def text_of(package: str, name: str) -> str:
-    """The text of a file in a package."""
     return resources.files(package).joinpath(name).read_text(encoding="utf-8")
 
 

@@ -5,13 +5,22 @@ has, and those that wait for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from multirate.methods._shared.draft_runner import DraftRunner
-from multirate.methods._shared.waiting_tokens import WaitingTokens
-from multirate.runtime.fused import FusedSequences
+from multirate.runtime.fused import FusedSequences, UnreadTokens
+
+
+@dataclass
+class WaitingTokens(UnreadTokens):
+    """What a sequence's next draft must know: its unread tokens, and `last` [d], what is carried of
+    its last committed token.
+    """
+
+    last: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.float32, device="cpu"))
 
 
 class BranchReading:
@@ -28,7 +37,6 @@ class BranchReading:
         self.refreshed = self.seen_from = 0
 
     def begin(self) -> None:
-        """A generation begins with nothing read."""
         self.waiting, self.refreshed, self.seen_from = {}, 0, 0
 
     def left_behind(self) -> WaitingTokens:

@@ -27,6 +27,8 @@ class MethodConfig:
     """
 
     METHOD: ClassVar[str] = ""
+    FROM_BASE: ClassVar[dict[str, str]] = {}
+    """In words, the defaults that a base model decides."""
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
@@ -65,7 +67,6 @@ class MethodConfig:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields' names."""
         return [f.name for f in fields(cls)]
 
     def refuse(self, field: str, value: Any, accepted: str) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft
 from multirate.decoding.speculate.text_source import TextSource
+from multirate.methods._shared.branch_reading import WaitingTokens
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.stream_config import StreamDecodeConfig
 from multirate.methods._shared.stream_estimates import StreamEstimates
-from multirate.methods._shared.waiting_tokens import WaitingTokens
 from multirate.runtime.decoder import argmax_rows
 from multirate.runtime.draft_branch import Likeliest
 from multirate.runtime.rows import Rows
@@ -145,7 +145,7 @@ class DraftGrower:
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
         """A level: of its last `fresh` rows, which is the frontier, residuals and outputs."""
-        count, sharpness = self._asked, self._config.sharpness
+        count, sharpness = self._asked, self._config.SHARPNESS
         hidden, p, self._told = self._runner.level(ids, rows, carried, fresh, count, sharpness)
         return hidden, p
 
@@ -163,7 +163,7 @@ class DraftGrower:
                 for node in one.frontier
             ]
         p = _frontier_outputs(live)
-        ids, best = self._told or self._runner.top(p, candidates, config.sharpness, noise)
+        ids, best = self._told or self._runner.top(p, candidates, config.SHARPNESS, noise)
         trusted = self._trusted(p, lambda: [row[0] for row in best])
         at = 0
         for one in live:
@@ -222,7 +222,7 @@ class DraftGrower:
         q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
         # of the logits: the distribution of greedy tokens under a penalty is sure of each
         trusted = self._trusted(
-            p, lambda: torch.softmax(self._config.sharpness * logits, -1).amax(-1).tolist()
+            p, lambda: torch.softmax(self._config.SHARPNESS * logits, -1).amax(-1).tolist()
         )
         sure = q.amax(-1).tolist()
         for k, one in enumerate(live):

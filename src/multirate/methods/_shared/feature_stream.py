@@ -34,12 +34,12 @@ class FeatureStream(nn.Module, ABC):
         super().__init__()
         config.check_base(base)
         self.config, self.base = config, base
-        d = base.hidden_size
+        d, own = base.hidden_size, config.layer_shape(base)
         self.attn = OwnAttention(
-            d, config.heads, config.kv_heads, config.head_dim, config.rope_theta, inputs
+            d, own.num_heads, own.num_kv_heads, own.head_dim, own.rope_theta, inputs
         )
-        self.mlp_norm = RMSNorm(d, config.norm_eps)
-        self.mlp = SwiGLU(d, config.intermediate)
+        self.mlp_norm = RMSNorm(d, own.norm_eps)
+        self.mlp = SwiGLU(d, own.intermediate_size)
         nn.init.zeros_(self.attn.o.weight)
         nn.init.zeros_(self.mlp.down.weight)
         self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))

@@ -7,16 +7,16 @@ instead (stream_drafter.py).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
-from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest
+from multirate.decoding.speculate.costs import CostModel
+from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
 from multirate.decoding.speculate.text_source import TextSource
-from multirate.methods._shared.config import MethodConfig
-from multirate.methods._shared.lookup import Lookup, check_texts
-from multirate.methods._shared.wrapped_drafter import WrappedDrafter
+from multirate.methods._shared.lookup import Lookup, LookupConfig
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.kv_cache import KVCache
 
@@ -26,27 +26,15 @@ MOST_TOKENS = 10
 """Of a looked-up draft."""
 
 
-@dataclass(frozen=True)
-class JoinedConfig(MethodConfig):
-    """Settings of drafters that can be combined with text lookup."""
-
-    lookup: Literal["sam", 0] = 0
-    """"sam": the end of the text is looked up in a suffix automaton. 0: no lookup."""
-    texts: str | None = None
-    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
-    that the package has for it. Null: none.
-    """
-
-    def check(self) -> None:
-        super().check()
-        check_texts(self, self.texts, bool(self.lookup))
+class JoinedConfig(LookupConfig):
+    """Settings of drafters whose drafts the text's replace."""
 
     def joined(self, drafter: Drafter, decoder: Decoder) -> Drafter:
         """The drafter that these settings ask for, with drafts that `decoder` verifies."""
         return JoinedDrafter(drafter, self.texts, decoder) if self.lookup else drafter
 
 
-class JoinedDrafter(WrappedDrafter):
+class JoinedDrafter(Drafter):
     """Uses `drafter` if the text's match is shorter than LEAST.
 
     The drafter receives every verified step, including those that looked up their draft (`accept`),
@@ -54,9 +42,10 @@ class JoinedDrafter(WrappedDrafter):
     """
 
     def __init__(self, drafter: Drafter, texts: str | None, decoder: Decoder) -> None:
-        super().__init__(drafter)
-        if drafter.traits.start:
+        traits = drafter.traits
+        if traits.taps or traits.adapts or traits.start:
             raise ValueError(f"{type(drafter).__name__} cannot leave a draft to the text")
+        self.drafter = drafter
         self._lookup = Lookup.of(texts, decoder)
         self.traits = replace(
             drafter.traits,
@@ -67,13 +56,37 @@ class JoinedDrafter(WrappedDrafter):
         self._texts: list[TextSource] = []
         self._sampler: Sampler | None = None
 
+    def costs(self, decoder: Decoder) -> CostModel:
+        return self.drafter.costs(decoder)
+
+    def trial_step(self) -> Callable[[], object] | None:
+        return self.drafter.trial_step()
+
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._follow(sampler)
-        super().begin(cache, sampler)
+        self.drafter.begin(cache, sampler)
+
+    def usable(self, cache: KVCache, length: int) -> int:
+        return self.drafter.usable(cache, length)
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
         self._follow(sampler)
-        super().resume(cache, sampler)
+        self.drafter.resume(cache, sampler)
+
+    def prefill(
+        self,
+        seqs: Sequence[int],
+        prompts: Sequence[Sequence[int]],
+        hidden_final: Sequence[Tensor],
+        taps: Sequence[Mapping[int, Tensor]],
+    ) -> None:
+        self.drafter.prefill(seqs, prompts, hidden_final, taps)
+
+    def behind(self, seqs: Sequence[int]) -> int:
+        return self.drafter.behind(seqs)
+
+    def accept(self, seq: int, verified: Verified) -> None:
+        self.drafter.accept(seq, verified)
 
     def draft(self, request: DraftRequest) -> list[Draft]:
         drafts: dict[int, Draft] = {}
@@ -89,7 +102,7 @@ class JoinedDrafter(WrappedDrafter):
         asked = [i for i, b in enumerate(request.seqs) if b not in drafts]
         if asked:
             rest = request.part(asked)
-            drafts |= zip(rest.seqs, super().draft(rest), strict=True)
+            drafts |= zip(rest.seqs, self.drafter.draft(rest), strict=True)
         return [drafts[b] for b in request.seqs]
 
     def matched(self, seqs: Sequence[int]) -> list[int]:

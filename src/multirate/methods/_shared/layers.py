@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.captured import CapturedRows, StaticSlots
 from multirate.runtime.draft_branch import BranchLayer
 from multirate.runtime.kv_cache import KVCache, LayerKV
@@ -234,3 +235,45 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class DecoderBlock(nn.Module):
+    """A Llama-like layer of the base's sizes with its own K/V: y = x + attn(norm(x)), y +
+    swiglu(norm(y)). Starts as the identity.
+    """
+
+    def __init__(self, base: BaseShape) -> None:
+        super().__init__()
+        d = base.hidden_size
+        self.attn_norm, self.mlp_norm = RMSNorm(d, base.norm_eps), RMSNorm(d, base.norm_eps)
+        self.attn = OwnAttention(
+            d, base.num_heads, base.num_kv_heads, base.head_dim, base.rope_theta
+        )
+        self.mlp = SwiGLU(d, base.whole_tiles)
+        nn.init.zeros_(self.attn.o.weight)
+        nn.init.zeros_(self.mlp.down.weight)
+
+    def forward(self, x: Tensor, earlier: Sequence[KeysValues] = ()) -> tuple[Tensor, KeysValues]:
+        """Training pass of draft step len(earlier) + 1 (see ``OwnAttention.forward``). [B, T, d] →
+        same, K/V.
+        """
+        mixed, keys_values = self.attn(self.attn_norm(x), earlier)
+        y = x + mixed
+        return y + self.mlp(self.mlp_norm(y)), keys_values
+
+    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
+        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``attn.new_cache``; ``rows.slot``
+        says where each row's K/V go (−1: nowhere).
+        """
+        y = x + self.attn.rows(self.attn_norm(x), rows, cache)
+        return y + self.mlp(self.mlp_norm(y))
+
+    def description(self) -> BranchLayer:
+        """For decoders that have a form of their own."""
+        return branch_layer(
+            self.attn,
+            self.mlp,
+            self.attn_norm.eps,
+            norm_attention=self.attn_norm,
+            norm_mlp=self.mlp_norm,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from multirate.decoding.speculate.given_texts import LONGEST as GIVEN_LONGEST
 from multirate.decoding.speculate.given_texts import GivenTexts, WithGivenTexts, given_texts
@@ -20,8 +21,6 @@ LONGEST = 8
 
 @dataclass(frozen=True)
 class Lookup(Lookups):
-    """How the text is looked up."""
-
     given: GivenTexts | None = None
     """Other texts to search as well."""
 
@@ -52,13 +51,27 @@ class Lookup(Lookups):
         return max(told - self.longest, 0)
 
     def source(self) -> TextSource:
-        """A text source for a new text."""
         own = SuffixAutomaton(self.longest) if self.automaton else TextIndex(self.longest)
         return own if self.given is None else WithGivenTexts(own, self.given)
 
 
-def check_texts(config: MethodConfig, texts: str | None, looked_up: bool) -> None:
-    """Raises UserError if other texts are given without lookup."""
-    config.require(
-        texts is None or looked_up, "texts", "none without lookup; texts need lookup=sam"
-    )
+@dataclass(frozen=True, kw_only=True)
+class LookupConfig(MethodConfig):
+    """Settings of drafters that can be combined with text lookup."""
+
+    lookup: Literal["sam", 0] = 0
+    """"sam": a draft may continue as the text did where its last tokens occurred before (suffix
+    automaton, matches of any length). 0: no lookup. [ours]
+    """
+    texts: str | None = None
+    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
+    that the package has for it. Null: none. [ours, as REST]
+    """
+
+    def check(self) -> None:
+        super().check()
+        self.require(
+            self.texts is None or bool(self.lookup),
+            "texts",
+            "none without lookup; texts need lookup=sam",
+        )

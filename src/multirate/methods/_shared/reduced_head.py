@@ -13,6 +13,9 @@ _LARGEST = 32000
 """EAGLE-3's, of 128,256; smaller vocabularies keep the same share, a quarter."""
 
 
+DEFAULT_IN_WORDS = "a quarter of the vocabulary, at most 32,000"
+
+
 def default_draft_vocab(vocab_size: int) -> int | None:
     """The size of a draft head that the user did not choose; None: the whole vocabulary."""
     return min(_LARGEST, vocab_size // 4 // 64 * 64) or None

@@ -28,8 +28,12 @@ class BaseShape:
 
     @property
     def is_moe(self) -> bool:
-        """Whether layers have experts."""
         return self.num_experts > 0
+
+    @property
+    def whole_tiles(self) -> int:
+        """The MLP's width as a multiple of 64, which keeps packed kernels on whole tiles."""
+        return max(64, round(self.intermediate_size / 64) * 64)
 
     def has_sites(self, *names: str) -> bool:
         """Whether adapters can sit at all of ``names`` ("q", "o", "gate", "up", "down", "mlp")."""

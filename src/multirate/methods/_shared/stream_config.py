@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
-from multirate.methods._shared.config import MethodConfig
-from multirate.methods._shared.lookup import check_texts
+from multirate.methods._shared.lookup import LookupConfig
 from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.rows import MAX_TREE_BIT
 
@@ -17,8 +16,14 @@ MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
-class StreamDecodeConfig(MethodConfig):
+class StreamDecodeConfig(LookupConfig):
     """How draft trees grow. Shared by m2r2, m2r2-carry, eagle, eagle3 and kangaroo."""
+
+    SHARPNESS: ClassVar[float] = 2.0
+    """Path probabilities multiply softmax(SHARPNESS · logits) of the draft branch. A value above 1
+    accounts for greedy verification: the probability that a token is the full model's argmax is
+    larger than the probability of drawing it.
+    """
 
     depth: int = 8
     """Maximum number of levels in a draft."""
@@ -26,25 +31,12 @@ class StreamDecodeConfig(MethodConfig):
     """Nodes drafted from per level."""
     nodes: int = 11
     """Maximum number of nodes verified at once."""
-    sharpness: float = 2.0
-    """Path probabilities multiply softmax(sharpness · logits) of the draft branch. A value above 1
-    accounts for greedy verification: the probability that a token is the full model's argmax is
-    larger than the probability of drawing it.
-    """
     draft_threshold: float | None = None
-    """Minimum path probability (draft_tree.py) of a node to draft from. Null: computed from
-    measured costs, so that a node is added exactly when it raises the expected tokens per second.
+    """Minimum path probability of a node to draft from. Null: computed from measured costs, so that
+    a node is added exactly when it raises the expected tokens per second.
     """
     verify_threshold: float | None = None
     """Minimum path probability of a leaf to verify. Null: computed from measured costs."""
-    lookup: Literal["sam", 0] = 0
-    """"sam": a draft may continue as the text did where its last tokens occurred before (suffix
-    automaton, matches of any length). 0: no lookup. [ours]
-    """
-    texts: str | None = None
-    """A file of other texts (`multirate texts`) to search as well, or a model's name for the texts
-    that the package has for it. Null: none. [ours, as REST]
-    """
     window: int | None = 256
     """How many of the newest tokens the draft branch's own layer attends to, on the native kernel.
     Of a long prompt, only these are read before the first draft. Null: all. [ours]
@@ -58,8 +50,6 @@ class StreamDecodeConfig(MethodConfig):
         super().check()
         for name, low, high in self.ranges():
             self.require(low <= getattr(self, name) <= high, name, f"{low} to {high}")
-        self.require(self.sharpness > 0, "sharpness", "above 0")
-        check_texts(self, self.texts, bool(self.lookup))
         self.require(
             self.window is None or 1 <= self.window <= MAX_WINDOW,
             "window",

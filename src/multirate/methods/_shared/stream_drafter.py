@@ -101,7 +101,7 @@ class StreamDrafter(Drafter):
             config.nodes,
             config.width,
             self._candidates,
-            config.sharpness,
+            config.SHARPNESS,
             self._min_probability,
             self._refresh,
             unverified,
@@ -120,8 +120,8 @@ class StreamDrafter(Drafter):
 
         def level() -> object:
             count, given = self._candidates, carried if self._carry else None
-            _, p, best = self.runner.level([0], rows, given, 1, count, self.config.sharpness)
-            return best or self.runner.top(p, count, self.config.sharpness)
+            _, p, best = self.runner.level([0], rows, given, 1, count, self.config.SHARPNESS)
+            return best or self.runner.top(p, count, self.config.SHARPNESS)
 
         return level
 
@@ -244,7 +244,6 @@ class StreamDrafter(Drafter):
         )
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
-        """The sequence's first fused step begins."""
         waiting, known = self._reading.waiting.pop(seq), self._choice.estimates(seq)
         fused.enter(
             seq,

@@ -37,7 +37,6 @@ class Known:
         return Known(self.final[samples], self.top[samples], inner)
 
     def to(self, device: torch.device) -> Known:
-        """The same on another device."""
         top = TopTokens(self.top.tokens.to(device), self.top.log_probs.to(device))
         inner = {layer: x.to(device) for layer, x in self.residual.items()}
         return Known(self.final.to(device), top, inner)
@@ -70,7 +69,6 @@ class SlowPass:
 
 
 def head_of(parts: ModelParts) -> Head:
-    """The model's LM head."""
     head = parts.head
     bias: Tensor | None = getattr(head, "bias", None)
     return Head(cast(Tensor, head.weight), bias, parts.logit_scale, parts.logit_softcap)

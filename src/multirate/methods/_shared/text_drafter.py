@@ -36,7 +36,6 @@ class TextDrafter(Drafter):
         self._fused = decoder.text_steps(tokens, lookup)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
-        """Forgets the texts of the generation before."""
         self._texts = [self._lookup.source() for _ in sampler.tokens]
         self._sampler = sampler
         if self._fused is not None:
@@ -55,7 +54,6 @@ class TextDrafter(Drafter):
         return drafts
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
-        """See Drafter."""
         found = []
         for b in seqs:
             if self._fused is not None and b in self._fused:

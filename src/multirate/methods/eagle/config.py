@@ -11,13 +11,9 @@ from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 @dataclass(frozen=True)
 class EagleConfig(FeatureConfig):
-    """The draft layer, and how it is trained."""
-
     METHOD: ClassVar[str] = "eagle"
 
 
 @dataclass(frozen=True)
 class EagleDecodeConfig(StreamDecodeConfig):
-    """How drafts grow; see StreamDecodeConfig."""
-
     METHOD: ClassVar[str] = "eagle"

@@ -26,14 +26,12 @@ from multirate.runtime.draft_branch import BranchHead, DraftBranch, Linear
 
 
 class EagleLayer(FeatureStream):
-    """See the module's docstring."""
-
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, base: BaseShape) -> None:
         d = base.hidden_size
         super().__init__(config, base, inputs=d)
-        self.carried_norm = RMSNorm(d, config.norm_eps)
+        self.carried_norm = RMSNorm(d, base.norm_eps)
         self.fc = nn.Linear(2 * d, d)
         nn.init.zeros_(self.fc.bias)
 
@@ -45,7 +43,7 @@ class EagleLayer(FeatureStream):
         return x, x
 
     def branch(self) -> DraftBranch:
-        weight, d, eps = self.fc.weight, self.base.hidden_size, self.config.norm_eps
+        weight, d, eps = self.fc.weight, self.base.hidden_size, self.base.norm_eps
         return DraftBranch(
             fuse_stream=Linear(weight[:, :d], bias=self.fc.bias),
             fuse_carried=Linear(weight[:, d:], self.carried_norm.weight),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from multirate.methods._shared.feature_drafter import FeatureDrafter
 from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle.config import EagleConfig, EagleDecodeConfig
-from multirate.methods.eagle.decode import EagleDrafter
 from multirate.methods.eagle.modules import EagleLayer
 from multirate.methods.eagle.train import EagleObjective, start_from_least_squares
 from multirate.methods.spec import MethodSpec, Training, register
@@ -17,7 +17,7 @@ SPEC = register(
         summary="drafts with a trained layer that continues from the model's last hidden state",
         settings=EagleDecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
-        drafter=EagleDrafter,
+        drafter=FeatureDrafter,
         training=Training(EagleConfig, EagleLayer, EagleObjective, start=start_from_least_squares),
     )
 )

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from multirate.methods._shared.distillation import distil
-from multirate.methods._shared.feature_loss import feature_distances, uniform_noise
-from multirate.methods._shared.feature_objective import FeatureObjective
+from multirate.methods._shared.feature_objective import (
+    FeatureObjective,
+    feature_distances,
+    uniform_noise,
+)
 from multirate.methods._shared.least_squares import LeastSquares, direction
 from multirate.methods._shared.objective import Report, shift
 from multirate.methods._shared.teacher import Known, Teacher

@@ -28,8 +28,6 @@ from multirate.runtime.draft_branch import BranchHead, DraftBranch, Features
 
 
 class Eagle3Layer(FeatureStream):
-    """See the module's docstring."""
-
     config: Eagle3Config
     tap_sizes: Tensor
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from multirate.methods._shared.feature_drafter import FeatureDrafter
 from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle3 import speculators
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
-from multirate.methods.eagle3.decode import Eagle3Drafter
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.eagle3.train import Eagle3Objective, start_from_least_squares
 from multirate.methods.spec import MethodSpec, Published, Training, register
@@ -19,7 +19,7 @@ SPEC = register(
         ),
         settings=Eagle3DecodeConfig,
         tunable={**TUNABLE, "lookup": (0, "sam")},
-        drafter=Eagle3Drafter,
+        drafter=FeatureDrafter,
         training=Training(
             Eagle3Config,
             Eagle3Layer,

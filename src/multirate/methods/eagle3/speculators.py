@@ -61,7 +61,6 @@ _DRAFTED = 5
 
 
 def is_published(folder: Path) -> bool:
-    """Whether the folder holds a checkpoint of this layout."""
     path = folder / CONFIG
     if not path.is_file():
         return False

@@ -8,21 +8,20 @@ from typing import Any, ClassVar
 from multirate.decoding.speculate.drafter import MAX_TREE_NODES
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.joined_drafter import JoinedConfig
-from multirate.methods._shared.reduced_head import default_draft_vocab
+from multirate.methods._shared.reduced_head import DEFAULT_IN_WORDS, default_draft_vocab
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.draft_branch import DraftWeights
 
 
 @dataclass(frozen=True)
 class HydraConfig(MethodConfig):
-    """Hydra++."""
-
     METHOD: ClassVar[str] = "hydra"
+    FROM_BASE: ClassVar[dict[str, str]] = {"draft_vocab": DEFAULT_IN_WORDS}
 
     heads: int = 4
     """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
     layers: int = 4
-    """Layers of each head's MLP, from 1 to 16."""
+    """Layers of each head's MLP, from 1 to 16. Hydra++'s number is from memory."""
     draft_vocab: int | None = None
     """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
     whole vocabulary.
@@ -56,7 +55,7 @@ class HydraDecodeConfig(JoinedConfig):
     depth: int | None = None
     """Maximum number of levels. Null: the number of heads."""
     draft_threshold: float = 0.15
-    """Minimum path probability (draft_tree.py) of a node to draft from."""
+    """Minimum path probability of a node to draft from; not tuned."""
     verify_threshold: float = 0.05
     """Minimum path probability of any other node."""
     weights: DraftWeights = "int4"

@@ -15,7 +15,7 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, DraftRequest, Traits, Verified
 from multirate.methods._shared.draft_tree import DraftTree
-from multirate.methods._shared.heads_drafter import HeadsDrafter
+from multirate.methods._shared.heads import HeadsDrafter
 from multirate.methods.hydra.config import HydraDecodeConfig
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.methods.hydra.runner import make_runner
@@ -98,7 +98,6 @@ class HydraDrafter(HeadsDrafter):
 
     @torch.no_grad()
     def _first_head(self) -> object:
-        """The first head on one row."""
         return self.runner.best(1, self.row, [0], np.zeros(1, np.int32), self._candidates)
 
     @torch.no_grad()

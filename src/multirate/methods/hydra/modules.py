@@ -17,20 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from multirate.methods._shared.layers import (
-    OwnAttention,
-    RMSNorm,
-    SwiGLU,
-    branch_layer,
-    zero_linear,
-)
+from multirate.methods._shared.layers import DecoderBlock, RMSNorm, zero_linear
 from multirate.methods._shared.reduced_head import first_tokens
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.hydra.config import HydraConfig
-from multirate.runtime.captured import StaticSlots
-from multirate.runtime.draft_branch import BranchLayer
-from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.rows import Rows
 
 
 class HydraHead(nn.Module):
@@ -52,51 +42,7 @@ class HydraHead(nn.Module):
         return y
 
 
-class PrefixLayer(nn.Module):
-    """A Llama-like decoder layer of the base's sizes over the final residuals of verified
-    tokens.
-    """
-
-    def __init__(self, base: BaseShape) -> None:
-        super().__init__()
-        d = base.hidden_size
-        self.attn_norm, self.mlp_norm = RMSNorm(d, base.norm_eps), RMSNorm(d, base.norm_eps)
-        self.attn = OwnAttention(
-            d, base.num_heads, base.num_kv_heads, base.head_dim, base.rope_theta
-        )
-        self.mlp = SwiGLU(d, base.intermediate_size)
-        nn.init.zeros_(self.attn.o.weight)
-        nn.init.zeros_(self.mlp.down.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Training: [B, T, d] → [B, T, d], causal."""
-        mixed: Tensor = self.attn(self.attn_norm(x))[0]
-        return self._finished(x + mixed)
-
-    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
-        """Decoding: [N, d] → [N, d]; K/V of every row are written at ``rows.slot``, over a
-        ``cache`` that attn.new_cache made (OwnAttention.rows).
-        """
-        return self._finished(x + self.attn.rows(self.attn_norm(x), rows, cache))
-
-    def description(self) -> BranchLayer:
-        """For decoders that have a form of their own."""
-        return branch_layer(
-            self.attn,
-            self.mlp,
-            self.attn_norm.eps,
-            norm_attention=self.attn_norm,
-            norm_mlp=self.mlp_norm,
-        )
-
-    def _finished(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.mlp(self.mlp_norm(x))
-        return out
-
-
 class HydraHeads(nn.Module):
-    """See the module's docstring."""
-
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 
@@ -105,7 +51,7 @@ class HydraHeads(nn.Module):
         self.config = config
         size = base.hidden_size
         self.embed_norm = RMSNorm(size, base.norm_eps)
-        self.prefix = PrefixLayer(base)
+        self.prefix = DecoderBlock(base)
         self.heads = nn.ModuleList(
             HydraHead(size, k, config.layers) for k in range(1, config.heads + 1)
         )

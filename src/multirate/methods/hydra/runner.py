@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from multirate.methods._shared.heads_runner import HeadsRunner
+from multirate.methods._shared.heads import HeadsRunner
 from multirate.methods.hydra.modules import HydraHeads
 from multirate.runtime.captured import StaticSlots, likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder
@@ -77,7 +77,6 @@ class HydraRunner(HeadsRunner):
         return found[:, : -2 * count].to(z.dtype), likeliest_of(found[:, -2 * count :])
 
     def _said(self, k: int, z: Tensor) -> Tensor:
-        """See HydraHeads.student."""
         return self.heads.student(k, z)
 
     def _prefixed_rows(

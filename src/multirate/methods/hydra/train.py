@@ -17,8 +17,6 @@ from multirate.methods.hydra.modules import HydraHeads
 
 
 class HydraObjective(HeadsObjective):
-    """See HeadsObjective."""
-
     heads: HydraHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:
@@ -31,7 +29,7 @@ def _inputs(
 ) -> Iterator[Tensor]:
     """What heads 1, 2, … read for each taught row: z [N, (k + 1) · d]."""
     embedded, final = slow.residual[0].float(), slow.final.float()
-    read = teacher.norm(heads.prefix(final))
+    read = teacher.norm(heads.prefix(final)[0])
     for k in range(1, heads.config.heads + 1):
         z = before(read, k)
         for back in range(k - 1, -1, -1):  # the tokens up to the taught row's own

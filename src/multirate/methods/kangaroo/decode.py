@@ -24,27 +24,21 @@ class KangarooDecodeConfig(StreamDecodeConfig):
 
     METHOD: ClassVar[str] = "kangaroo"
 
+    SHARPNESS: ClassVar[float] = 1.0
+
     width: int = 1
-    """As in StreamDecodeConfig."""
-    sharpness: float = 1.0
-    """As in StreamDecodeConfig."""
-    threshold: float | None = None
-    """Drafting stops after a token whose top-1 probability is below this; that token is still
-    verified. Null: the accelerator's own.
+    """Nodes drafted from per level; 1: chains, as in the paper."""
+    threshold: float = 0.6
+    """Without lookup, drafting stops after a token whose top-1 probability is below this; that
+    token is still verified.
     """
-    max_draft: int | None = None
-    """Maximum number of drafted tokens. Null: the accelerator's own."""
+    max_draft: int = 6
+    """Without lookup, the maximum number of drafted tokens."""
 
     def check(self) -> None:
         super().check()
-        self.require(
-            self.threshold is None or 0 <= self.threshold <= 1, "threshold", "null or 0 to 1"
-        )
-        self.require(
-            self.max_draft is None or 1 <= self.max_draft <= MAX_DEPTH,
-            "max_draft",
-            f"null or 1 to {MAX_DEPTH}",
-        )
+        self.require(0 <= self.threshold <= 1, "threshold", "0 to 1")
+        self.require(1 <= self.max_draft <= MAX_DEPTH, "max_draft", f"1 to {MAX_DEPTH}")
 
 
 class KangarooDrafter(StreamDrafter):
@@ -59,22 +53,18 @@ class KangarooDrafter(StreamDrafter):
         adapter: KangarooAdapter,
         config: KangarooDecodeConfig | None = None,
     ) -> None:
-        config, own = config or KangarooDecodeConfig(), adapter.config
-        threshold = config.threshold
+        config = config or KangarooDecodeConfig()
         if not config.lookup:
-            most = config.max_draft or min(own.max_draft, MAX_DEPTH)
-            threshold = own.threshold if threshold is None else threshold
             # every node of a chain is verified, however unlikely
+            most = config.max_draft
             config = replace(
                 config, depth=most, nodes=most, draft_threshold=0.0, verify_threshold=0.0
             )
-        elif config.max_draft:
-            config = replace(config, depth=config.max_draft)
         super().__init__(
             decoder,
             make_runner(decoder, adapter, config.weights),
             config,
-            start=own.exit_layer,
+            start=adapter.config.exit_layer,
             carry=False,
-            min_probability=threshold or 0.0,
+            min_probability=0.0 if config.lookup else config.threshold,
         )

@@ -24,8 +24,6 @@ from multirate.runtime.rows import Rows
 
 
 class KangarooAdapter(nn.Module):
-    """See the module's docstring."""
-
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 
@@ -33,11 +31,11 @@ class KangarooAdapter(nn.Module):
         super().__init__()
         config.check_base(base)
         self.config, self.base = config, base
-        self.norm = RMSNorm(base.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(base.hidden_size, base.norm_eps)
         self.attn = OwnAttention(
-            base.hidden_size, config.heads, config.kv_heads, config.head_dim, config.rope_theta
+            base.hidden_size, base.num_heads, base.num_heads, base.head_dim, base.rope_theta
         )
-        self.norm_out = RMSNorm(base.hidden_size, config.norm_eps)
+        self.norm_out = RMSNorm(base.hidden_size, base.norm_eps)
         nn.init.zeros_(self.attn.o.weight)
         self.register_buffer("draft_tokens", first_tokens(config.draft_vocab))
 
@@ -49,7 +47,7 @@ class KangarooAdapter(nn.Module):
 
     def branch(self) -> DraftBranch:
         """What it computes, for decoders that have a form of their own."""
-        layer = branch_layer(self.attn, None, self.config.norm_eps, norm_attention=self.norm)
+        layer = branch_layer(self.attn, None, self.base.norm_eps, norm_attention=self.norm)
         return DraftBranch(
             exit_layer=self.config.exit_layer,
             layer=layer,

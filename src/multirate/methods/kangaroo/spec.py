@@ -16,8 +16,8 @@ SPEC = register(
         summary="drafts with the first layers and a trained attention adapter",
         settings=KangarooDecodeConfig,
         tunable={
-            "threshold": (None, 0.4, 0.6, 0.8),
-            "max_draft": (None, 3, 8),
+            "threshold": (0.4, 0.6, 0.8),
+            "max_draft": (3, 6, 8),
             "lookup": (0, "sam"),
         },
         drafter=KangarooDrafter,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from multirate.methods.layerskip.config import LayerSkipConfig
-from multirate.methods.layerskip.decode import LayerSkipDrafter
+from multirate.methods.layerskip.decode import LayerSkipConfig, LayerSkipDrafter
 from multirate.methods.spec import MethodSpec, register
 
 SPEC = register(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from multirate.methods.lookahead.config import LookaheadConfig
-from multirate.methods.lookahead.decode import LookaheadDrafter
+from multirate.methods.lookahead.decode import LookaheadConfig, LookaheadDrafter
 from multirate.methods.spec import MethodSpec, register
 
 SPEC = register(

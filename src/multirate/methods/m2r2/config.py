@@ -32,46 +32,36 @@ class M2R2Config(MethodConfig):
     """
 
     METHOD: ClassVar[str] = "m2r2"
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "gates": "m2r2: L/4, L/2 and 3L/4 (their number is ours); m2r2-carry: 1"
+    }
 
     gates: tuple[int, ...]
     """Exit gates, in increasing order: gate G reads the stream after G layers. Drafts use the first
-    one.
+    one. [the paper]
     """
     rank: int = 64
-    """Rank of every adapter [ours]."""
+    """Rank of every adapter. [ours]"""
     attention_adapter: bool = True
-    """Low-rank updates of the q and o projections [ours]."""
+    """Low-rank updates of the q and o projections. [ours]"""
     mlp_adapter: Literal["parallel", "lora", "none"] = "parallel"
     """parallel: one adapter beside the whole MLP [ours, closest to the paper]. lora: adapters on
     gate, up and down [ours].
     """
     carry: bool = False
-    """Adds a projection of the previous token's final residual to the stream's start [ours]."""
+    """Adds a projection of the previous token's final residual to the stream's start. [ours]"""
     taps: tuple[int, ...] = ()
     """Inner layers whose input residuals are added to the carried residual of a verified token,
     through one matrix that starts at zero. Needs carry. [ours, as EAGLE-3]
     """
     fuse: bool = False
     """Mixes the stream with the carried residual (if there is one) at each gate, through one matrix
-    that training initialises by least squares [ours].
+    that training initialises by least squares. [ours]
     """
     block: bool = False
-    """One transformer block at each gate, with its own keys and values [ours]."""
-    block_intermediate: int = 0
-    """Width of the block's MLP. ``for_base`` sets this and the following sizes from the base model.
-    """
-    block_heads: int = 0
-    """Query heads of the block."""
-    block_kv_heads: int = 0
-    """Key/value heads of the block; a divisor of block_heads."""
-    block_head_dim: int = 0
-    """Width of a head of the block; even."""
-    norm_eps: float = 1e-5
-    """Epsilon of the block's RMS norms."""
-    rope_theta: float = 10000.0
-    """Base of the block's rotary embedding."""
+    """One transformer block at each gate, with its own keys and values. [ours]"""
     reinitialise: bool = True
-    """Restarts the stream from the slow residual at every gate (paper)."""
+    """Restarts the stream from the slow residual at every gate. [the paper]"""
     arla_dim: int = 64
     """Width of ARLA's latents; 0: no ARLA. Latent attention over gates is the paper's; the width is
     ours.
@@ -92,8 +82,6 @@ class M2R2Config(MethodConfig):
     """Size of the reduced draft head, which covers the most frequent tokens of the training data.
     Null: the full head. [ours]
     """
-    preset: str = "m2r2"
-    """"m2r2" or "m2r2-carry"."""
 
     def check(self) -> None:
         g = self.gates
@@ -102,7 +90,6 @@ class M2R2Config(MethodConfig):
             "gates",
             "increasing layer counts of at least 1",
         )
-        self.require(self.preset in PRESETS, "preset", " or ".join(PRESETS))
         self.require_count("rank")
         self.require_count("arla_dim", least=0)
         self.require(1 <= self.unroll_steps <= 16, "unroll_steps", "1 to 16")
@@ -120,20 +107,6 @@ class M2R2Config(MethodConfig):
             f"at most {MOST_TAPS} increasing layers above the last gate; none without carry",
         )
         self.require_draft_vocab()
-        self.require(0 < self.norm_eps <= 1, "norm_eps", "above 0, at most 1")
-        self.require(0 < self.rope_theta <= 1e15, "rope_theta", "above 0, at most 1e15")
-        if self.block:
-            self.require_count(
-                "block_intermediate", "block_heads", "block_kv_heads", "block_head_dim"
-            )
-            self.require(
-                self.block_heads % self.block_kv_heads == 0,
-                "block_kv_heads",
-                "a divisor of block_heads",
-            )
-            self.require(
-                self.block_head_dim % 2 == 0, "block_head_dim", "an even number (rotary pairs)"
-            )
 
     def check_base(self, base: BaseShape) -> None:
         """Raises UserError for a config that does not fit ``base``."""
@@ -162,16 +135,7 @@ class M2R2Config(MethodConfig):
         """
         if preset not in PRESETS:
             raise UserError(f"M2R2 preset '{preset}' is unknown; accepted: {' or '.join(PRESETS)}.")
-        values: dict[str, Any] = {
-            "preset": preset,
-            "norm_eps": base.norm_eps,
-            "rope_theta": base.rope_theta,
-            "block_heads": base.num_heads,
-            "block_kv_heads": base.num_kv_heads,
-            "block_head_dim": base.head_dim,
-            # a multiple of 64 keeps packed kernels on whole tiles
-            "block_intermediate": max(64, round(base.intermediate_size / 64) * 64),
-        }
+        values: dict[str, Any] = {}
         gated = base.has_sites("gate", "up", "down") and not base.is_moe
         if not base.has_sites("q", "o"):
             values |= {"attention_adapter": False}

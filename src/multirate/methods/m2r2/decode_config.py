@@ -27,8 +27,8 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     """
     exit_score: Literal["arla", "confidence"] = "confidence"
     """Score that is compared with exit_thresholds: confidence (the sharpened top-1 probability) or
-    arla (the trained estimate that the argmax agrees; docs/methods/m2r2.md). Confidence predicts
-    better on the accelerators measured so far (lab/results/README.md).
+    arla (the trained estimate that the argmax agrees). Confidence predicts better on the
+    accelerators measured so far.
     """
 
     def ranges(self) -> list[tuple[str, int, int]]:
@@ -36,7 +36,6 @@ class M2R2DecodeConfig(StreamDecodeConfig):
 
     @property
     def leaves_early(self) -> bool:
-        """Whether any token may leave early."""
         return any(threshold is not None for threshold in self.exit_thresholds or ())
 
 
@@ -47,4 +46,3 @@ class CarryDecodeConfig(M2R2DecodeConfig):
     METHOD: ClassVar[str] = "m2r2-carry"
 
     lookup: Literal["sam", 0] = "sam"
-    """As in StreamDecodeConfig."""

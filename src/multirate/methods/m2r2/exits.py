@@ -62,7 +62,7 @@ class GateExits(DepthPolicy):
         used = [j for j, threshold in enumerate(thresholds) if threshold is not None]
         self.exits = stream.config.gates[: max(used, default=-1) + 1]
         self._thresholds = dict(zip(self.exits, thresholds, strict=False))
-        self._decoder, self._sharpness = decoder, config.sharpness
+        self._decoder, self._sharpness = decoder, config.SHARPNESS
         info = decoder.info
         stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self.adapters: Mapping[int, LayerAdapter] | None = stream.layer_adapters() or None

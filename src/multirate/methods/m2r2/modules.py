@@ -27,29 +27,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from multirate.methods._shared.layers import (
-    KeysValues,
-    OwnAttention,
-    RMSNorm,
-    SwiGLU,
-    branch_layer,
-)
+from multirate.methods._shared.layers import DecoderBlock, RMSNorm
 from multirate.methods._shared.reduced_head import first_tokens, limited_to
 from multirate.methods._shared.shape import BaseShape
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.config import M2R2Config
-from multirate.runtime.captured import StaticSlots
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import (
     Agreement,
     BranchHead,
-    BranchLayer,
     DraftBranch,
     Features,
     Linear,
 )
-from multirate.runtime.kv_cache import KVCache
-from multirate.runtime.rows import Rows
 
 
 class LowRank(nn.Module):
@@ -168,54 +158,6 @@ class GateFusion(nn.Module):
         return out + self.carried(self.carried_norm(carried))
 
 
-class GateBlock(nn.Module):
-    """One Llama-style block with its own K/V: y = x + attn(norm(x)), y + swiglu(norm(y)). Starts as
-    the identity.
-    """
-
-    def __init__(self, config: M2R2Config, size: int) -> None:
-        super().__init__()
-        self.attn_norm = RMSNorm(size, config.norm_eps)
-        self.attn = OwnAttention(
-            size,
-            config.block_heads,
-            config.block_kv_heads,
-            config.block_head_dim,
-            config.rope_theta,
-        )
-        self.mlp_norm = RMSNorm(size, config.norm_eps)
-        self.mlp = SwiGLU(size, config.block_intermediate)
-        nn.init.zeros_(self.attn.o.weight)
-        nn.init.zeros_(self.mlp.down.weight)
-
-    def forward(
-        self, x: Tensor, earlier: list[KeysValues] | None = None
-    ) -> tuple[Tensor, KeysValues]:
-        """Training pass of draft step len(earlier) + 1 (see ``OwnAttention.forward``). [B, T, d] →
-        same, K/V.
-        """
-        mixed, keys_values = self.attn(self.attn_norm(x), earlier or [])
-        y = x + mixed
-        return y + self.mlp(self.mlp_norm(y)), keys_values
-
-    def rows(self, x: Tensor, rows: Rows | StaticSlots, cache: KVCache | None) -> Tensor:
-        """Decode step: x [N, d] → [N, d]. ``cache`` comes from ``attn.new_cache``; ``rows.slot``
-        says where each row's K/V go (−1: nowhere).
-        """
-        y = x + self.attn.rows(self.attn_norm(x), rows, cache)
-        return y + self.mlp(self.mlp_norm(y))
-
-    def description(self) -> BranchLayer:
-        """For decoders that have a form of their own."""
-        return branch_layer(
-            self.attn,
-            self.mlp,
-            self.attn_norm.eps,
-            norm_attention=self.attn_norm,
-            norm_mlp=self.mlp_norm,
-        )
-
-
 class AcceleratedStream(nn.Module):
     """All trained modules of M2R2. ``adapters`` are keyed by layer index, ``fusions`` and
     ``blocks`` by gate, as strings (ModuleDict keys).
@@ -231,7 +173,7 @@ class AcceleratedStream(nn.Module):
         super().__init__()
         config.check_base(base)
         self.config, self.base = config, base
-        self.carry = CarryProjection(base.hidden_size, config.norm_eps) if config.carry else None
+        self.carry = CarryProjection(base.hidden_size, base.norm_eps) if config.carry else None
         self.features = TapFeatures(config.taps, base.hidden_size) if config.taps else None
         adapted = config.attention_adapter or config.mlp_adapter != "none"
         self.adapters = nn.ModuleDict(
@@ -239,16 +181,14 @@ class AcceleratedStream(nn.Module):
         )
         self.fusions = nn.ModuleDict(
             {
-                str(gate): GateFusion(base.hidden_size, config.norm_eps, config.carry)
+                str(gate): GateFusion(base.hidden_size, base.norm_eps, config.carry)
                 for gate in config.gates
             }
             if config.fuse
             else {}
         )
         self.blocks = nn.ModuleDict(
-            {str(gate): GateBlock(config, base.hidden_size) for gate in config.gates}
-            if config.block
-            else {}
+            {str(gate): DecoderBlock(base) for gate in config.gates} if config.block else {}
         )
         self.arla = (
             ARLA(base.hidden_size, config.arla_dim, len(config.gates)) if config.arla_dim else None
@@ -278,7 +218,7 @@ class AcceleratedStream(nn.Module):
         fused: Tensor = self.fusions[str(gate)](x, carried)
         return fused
 
-    def block(self, gate: int) -> GateBlock | None:
+    def block(self, gate: int) -> DecoderBlock | None:
         """The block at ``gate``, None without blocks."""
         return self.blocks[str(gate)] if self.blocks else None  # type: ignore[return-value]
 
@@ -306,7 +246,7 @@ class AcceleratedStream(nn.Module):
             ),
             head=BranchHead(self.draft_tokens),
             agreement=agreement,
-            eps=self.config.norm_eps,
+            eps=self.base.norm_eps,
         )
 
     def logits(self, decoder: Decoder, p: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ class StreamRunner(DraftRunner):
     def _at_gate(
         self, p: Tensor, carried: Tensor | None, rows: Rows | StaticSlots, cache: KVCache | None
     ) -> Tensor:
-        """Fusion and block, [n, d] → [n, d]. rows, cache: as of GateBlock.rows."""
+        """Fusion and block, [n, d] → [n, d]. rows, cache: as of DecoderBlock.rows."""
         p = self.stream.fuse(self.gate, p, carried)
         return p if self._block is None else self._block.rows(p, rows, cache)
 

@@ -29,7 +29,7 @@ class M2R2Tracer(StreamTracer):
         self._stream = stream.to(device=info.device, dtype=info.dtype).eval()
         self._adapters = stream.layer_adapters() or None
         self._arla = None if stream.arla is None else arla_of(stream)
-        self._sharpness = M2R2DecodeConfig().sharpness
+        self._sharpness = M2R2DecodeConfig.SHARPNESS
         self.gates = stream.config.gates
         self._cache: KVCache | None = None
         self._block_caches: dict[int, KVCache] = {}

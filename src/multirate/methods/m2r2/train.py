@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from multirate.methods._shared.distillation import Distilled, distil
-from multirate.methods._shared.feature_loss import feature_distances, uniform_noise
+from multirate.methods._shared.feature_objective import feature_distances, uniform_noise
 from multirate.methods._shared.layers import KeysValues
 from multirate.methods._shared.least_squares import LeastSquares, direction
 from multirate.methods._shared.objective import (

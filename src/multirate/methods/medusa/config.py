@@ -9,10 +9,12 @@ from typing import Any, ClassVar
 from multirate.decoding.speculate.drafter import MAX_TREE_NODES
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.joined_drafter import JoinedConfig
-from multirate.methods._shared.reduced_head import default_draft_vocab
+from multirate.methods._shared.reduced_head import DEFAULT_IN_WORDS, default_draft_vocab
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.draft_branch import DraftWeights
 
+WIDTHS = (3, 2, 1)
+"""Children per node of a draft tree, by default."""
 _ACCEPTED = f"a list of at most `heads` whole numbers of at least 1, at most {MAX_TREE_NODES} nodes"
 
 
@@ -23,14 +25,11 @@ def nodes_of(widths: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class MedusaConfig(MethodConfig):
-    """The heads and the default shape of the draft tree."""
-
     METHOD: ClassVar[str] = "medusa"
+    FROM_BASE: ClassVar[dict[str, str]] = {"draft_vocab": DEFAULT_IN_WORDS}
 
     heads: int = 3
     """Number of heads, from 1 to 16; head k drafts the token k places after the next."""
-    widths: tuple[int, ...] = (3, 2, 1)
-    """Children per node at depth 1, 2, …"""
     draft_vocab: int | None = None
     """Size of the draft head, which covers the most frequent tokens of the training data. Null: the
     whole vocabulary. [ours]
@@ -38,8 +37,6 @@ class MedusaConfig(MethodConfig):
 
     def check(self) -> None:
         self.require(1 <= self.heads <= 16, "heads", "a whole number from 1 to 16")
-        fits = 1 <= len(self.widths) <= self.heads and min(self.widths) >= 1
-        self.require(fits and nodes_of(self.widths) <= MAX_TREE_NODES, "widths", _ACCEPTED)
         self.require_draft_vocab()
 
     def check_base(self, base: BaseShape) -> None:
@@ -52,12 +49,10 @@ class MedusaConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MedusaDecodeConfig(JoinedConfig):
-    """Decoding settings; also see JoinedConfig."""
-
     METHOD: ClassVar[str] = "medusa"
 
     widths: tuple[int, ...] | None = None
-    """Replaces the accelerator's own. Null keeps them."""
+    """Children per node of the draft tree at depth 1, 2, … Null: 3, 2 and 1."""
     weights: DraftWeights = "int4"
     """How the native kernel packs the heads and the draft head. [ours]"""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, DraftRequest, Traits, Verified
 from multirate.errors import UserError
-from multirate.methods._shared.heads_drafter import HeadsDrafter
-from multirate.methods.medusa.config import MedusaDecodeConfig, nodes_of
+from multirate.methods._shared.heads import HeadsDrafter
+from multirate.methods.medusa.config import WIDTHS, MedusaDecodeConfig, nodes_of
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.methods.medusa.runner import make_runner
 from multirate.runtime.decoder import Decoder
@@ -30,7 +30,7 @@ class MedusaDrafter(HeadsDrafter):
     def __init__(self, decoder: Decoder, heads: MedusaHeads, config: MedusaDecodeConfig) -> None:
         super().__init__(decoder)
         self.runner = make_runner(decoder, heads.to(self.row.dtype), config.weights)
-        self.widths = config.widths or heads.config.widths
+        self.widths = config.widths or WIDTHS[: heads.config.heads]
         if len(self.widths) > heads.config.heads:
             raise UserError(
                 f"medusa's widths are {list(self.widths)}, but this accelerator has heads for "

@@ -18,8 +18,6 @@ from multirate.methods.medusa.config import MedusaConfig
 
 
 class MedusaHeads(nn.Module):
-    """See the module's docstring."""
-
     draft_tokens: Tensor | None
     """[draft_vocab] int64 ids of the reduced draft head's rows, increasing; None: the full head."""
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods._shared.heads_runner import HeadsRunner
+from multirate.methods._shared.heads import HeadsRunner
 from multirate.methods.medusa.modules import MedusaHeads
 from multirate.runtime.captured import likeliest_of, top_rows
 from multirate.runtime.decoder import Decoder

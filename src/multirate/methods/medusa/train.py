@@ -10,8 +10,6 @@ from multirate.methods.medusa.modules import MedusaHeads
 
 
 class MedusaObjective(HeadsObjective):
-    """See HeadsObjective."""
-
     heads: MedusaHeads
 
     def students(self, teacher: Teacher, slow: SlowPass, before: RowsBefore) -> list[Tensor]:

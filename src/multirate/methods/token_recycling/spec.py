@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from multirate.methods.spec import MethodSpec, register
-from multirate.methods.token_recycling.config import TokenRecyclingConfig
-from multirate.methods.token_recycling.decode import TokenRecyclingDrafter
+from multirate.methods.token_recycling.decode import TokenRecyclingConfig, TokenRecyclingDrafter
 
 SPEC = register(
     MethodSpec(

@@ -3,15 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
-from multirate.methods.two_model.config import TwoModelConfig
+from multirate.methods._shared.joined_drafter import JoinedConfig
 from multirate.runtime.decoder import Decoder, argmax_rows
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
+
+
+@dataclass(frozen=True)
+class TwoModelConfig(JoinedConfig):
+    METHOD: ClassVar[str] = "two_model"
+
+    draft: str | None = None
+    """The draft model: a name, folder, GGUF file or hub id. Required."""
+    tokens: int = 4
+    """Maximum number of drafted tokens."""
+
+    def check(self) -> None:
+        super().check()
+        self.require_count("tokens")
+
 
 _PIECE = 1024  # rows of one pass over text that was not read yet
 _SHORT = 4  # unread tokens of a sequence that are read in the pass that drafts
@@ -50,7 +67,6 @@ class TwoModelDrafter(Drafter):
         return length if cache is self._base_cache else 0
 
     def resume(self, cache: KVCache, sampler: Sampler) -> None:
-        """Goes on in the draft model's cache."""
         assert self._cache is not None
         self._cache.truncate(0, min(self._cache.lengths[0], cache.lengths[0]))
         self._sampler, self._written = sampler, {}

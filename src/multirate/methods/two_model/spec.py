@@ -7,8 +7,7 @@ from typing import Any
 from multirate.decoding.speculate.drafter import Drafter
 from multirate.errors import UserError
 from multirate.methods.spec import MethodSpec, SecondModel, register
-from multirate.methods.two_model.config import TwoModelConfig
-from multirate.methods.two_model.decode import TwoModelDrafter
+from multirate.methods.two_model.decode import TwoModelConfig, TwoModelDrafter
 from multirate.methods.two_model.tokenizers import check_same
 from multirate.runtime.decoder import Decoder
 

@@ -47,7 +47,6 @@ class Worker:
         self.version = self._reply()["version"]
 
     def ask(self, **request: Any) -> dict[str, Any]:
-        """One request, one reply."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -70,7 +69,6 @@ class Worker:
         return reply
 
     def close(self) -> None:
-        """Ends the process."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):

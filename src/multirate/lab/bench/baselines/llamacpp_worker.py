@@ -59,7 +59,6 @@ def drafted_answer(model: Any, prompt: list[int], count: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Until the input ends."""
     model: Any = None
     lookup = 0
     print(json.dumps({"version": llama_cpp.__version__}), flush=True)

@@ -49,8 +49,6 @@ def check_exits(exits: Sequence[int], num_layers: int, owner: str) -> None:
 
 @dataclass(frozen=True)
 class ExitsConfig(MethodConfig):
-    """Base of the configurations of trained exits."""
-
     exits: tuple[int, ...]
     """Layers after which a token may leave, in increasing order."""
     draft_vocab: int | None = None

@@ -26,8 +26,6 @@ EPS = 1e-6
 
 
 class LinearExits(ExitMaps):
-    """See the module's docstring."""
-
     def __init__(self, config: ExitsConfig, base: BaseShape) -> None:
         super().__init__(config, base)
         size = base.hidden_size
@@ -38,14 +36,12 @@ class LinearExits(ExitMaps):
             nn.init.eye_(self.map(exit).weight)
 
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
-        """See ExitMaps."""
         linear = self.map(exit)
         read = direction(hidden.float(), EPS)
         out: Tensor = linear(read.to(linear.weight.dtype)).float()
         return out
 
     def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
-        """See ExitMaps."""
         owner, size = Owner(), decoder.info.hidden_size
         packed = {exit: owner.linear(self.map(exit).weight) for exit in self.exits}
         ones = owner.floats(torch.ones(size, dtype=torch.float32, device="cpu"))

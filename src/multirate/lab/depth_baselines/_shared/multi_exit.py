@@ -96,7 +96,6 @@ class MultiExitObjective(ExitObjective):
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective."""
         teacher, maps = self._teacher[0], self.module
         slow = teacher.slow(ids, shared=0, gates=maps.exits, known=known)
         said = torch.stack([maps(exit, slow.residual[exit][mask]) for exit in maps.exits])

@@ -37,8 +37,6 @@ class CalmDecodeConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class CalmConfig(CalmDecodeConfig):
-    """Settings of calm, which needs no training."""
-
     confidence: Literal["softmax", "state"] = "softmax"
     """softmax: top-1 minus top-2 probability. state: cosine of the residuals at this exit and the
     one before; no token leaves at the first exit.
@@ -62,7 +60,6 @@ class CalmClassifierDecodeConfig(CalmDecodeConfig):
     METHOD: ClassVar[str] = "calm-classifier"
 
     threshold: float | None = 0.5
-    """As in CalmDecodeConfig."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +69,7 @@ class CalmClassifierConfig(ExitsConfig):
     """
 
     METHOD: ClassVar[str] = "calm-classifier"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exits": "four in the upper third"}
 
     @classmethod
     def defaults(cls, base: BaseShape) -> dict[str, Any]:

@@ -15,8 +15,6 @@ from multirate.methods._shared.shape import BaseShape
 
 
 class ExitClassifiers(TrainedExits):
-    """See the module's docstring."""
-
     def __init__(self, config: CalmClassifierConfig, base: BaseShape) -> None:
         super().__init__(config, base)
         self.weight = nn.Parameter(torch.zeros(len(config.exits), base.hidden_size))

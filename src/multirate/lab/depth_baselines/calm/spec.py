@@ -39,7 +39,6 @@ class CalmObjective(ExitObjective):
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective."""
         teacher, classifiers = self._teacher[0], self.module
         slow = teacher.slow(ids, shared=0, gates=classifiers.exits, known=known)
         normed = self.normed(slow, mask)

@@ -8,16 +8,46 @@ U_E starts at zero: an untrained adapter is the base's plain exit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from multirate.lab.depth_baselines._shared.exits import (
+    ExitsConfig,
+    ThresholdConfig,
+    spaced_exits,
+)
 from multirate.lab.depth_baselines._shared.multi_exit import ExitMaps
-from multirate.lab.depth_baselines.deed.config import DeedConfig
 from multirate.methods._shared.least_squares import direction
 from multirate.methods._shared.shape import BaseShape
 from multirate.runtime.native import NativeDecoder
 from multirate.runtime.native.packing import Owner
+
+
+@dataclass(frozen=True)
+class DeedConfig(ExitsConfig):
+    """An adapter before the base's head at each exit; also see ExitsConfig."""
+
+    METHOD: ClassVar[str] = "deed"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exits": "six, from L/4 on (the paper: every layer)"}
+
+    rank: int = 128
+    """Width of an adapter."""
+
+    @classmethod
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
+        """Six exits from a quarter of the base's layers on, as in lite (the paper: every layer)."""
+        return {"exits": spaced_exits(base.num_layers, 6, 1 / 4)}
+
+
+@dataclass(frozen=True)
+class DeedDecodeConfig(ThresholdConfig):
+    """Decoding settings; probabilities are those of the likeliest token."""
+
+    METHOD: ClassVar[str] = "deed"
+
 
 EPS = 1e-6
 
@@ -37,8 +67,6 @@ class ExitAdapter(nn.Module):
 
 
 class AdaptedExits(ExitMaps):
-    """See the module's docstring."""
-
     def __init__(self, config: DeedConfig, base: BaseShape) -> None:
         super().__init__(config, base)
         self.maps = nn.ModuleDict(
@@ -46,12 +74,10 @@ class AdaptedExits(ExitMaps):
         )
 
     def forward(self, exit: int, hidden: Tensor) -> Tensor:
-        """See ExitMaps."""
         said: Tensor = self.map(exit)(direction(hidden.float(), EPS))
         return said
 
     def packed(self, decoder: NativeDecoder) -> Callable[[int, Tensor], Tensor]:
-        """See ExitMaps."""
         owner = Owner()
         packed = {
             exit: owner.bottleneck(self.map(exit).down.weight, self.map(exit).up.weight)

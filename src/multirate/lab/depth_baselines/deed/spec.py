@@ -5,8 +5,7 @@ from __future__ import annotations
 from multirate.decoding.dynamic_depth import DynamicDepthStep
 from multirate.lab.depth_baselines._shared.exits import register_exits
 from multirate.lab.depth_baselines._shared.multi_exit import MultiExitObjective, MultiExits
-from multirate.lab.depth_baselines.deed.config import DeedConfig, DeedDecodeConfig
-from multirate.lab.depth_baselines.deed.modules import AdaptedExits
+from multirate.lab.depth_baselines.deed.modules import AdaptedExits, DeedConfig, DeedDecodeConfig
 from multirate.methods._shared.objective import Term
 from multirate.methods.spec import Training
 

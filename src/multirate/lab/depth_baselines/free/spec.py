@@ -27,6 +27,7 @@ class FreeConfig(ExitsConfig):
     """
 
     METHOD: ClassVar[str] = "free"
+    FROM_BASE: ClassVar[dict[str, str]] = {"exits": "one, after L/3 layers (the paper: 8 of 24)"}
 
     def check(self) -> None:
         super().check()

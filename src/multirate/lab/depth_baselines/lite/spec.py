@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -36,43 +36,30 @@ class LiteConfig(ExitsConfig):
     """One linear map before the base's head at each exit; also see ExitsConfig."""
 
     METHOD: ClassVar[str] = "lite"
-
-    thresholds: tuple[float, ...] = ()
-    """For each exit the minimum top-1 probability with which a token leaves."""
-
-    def check(self) -> None:
-        super().check()
-        self.require(
-            len(self.thresholds) == len(self.exits)
-            and all(0 <= threshold <= 1 for threshold in self.thresholds),
-            "thresholds",
-            "a number from 0 to 1 for each exit",
-        )
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "exits": "six, from L/4 on (the paper: 8, 12, …, 28 of 32)"
+    }
 
     @classmethod
-    def for_base(cls, base: BaseShape, **options: Any) -> Self:
+    def defaults(cls, base: BaseShape) -> dict[str, Any]:
         """Six exits from a quarter of the base's layers on, an eighth apart, as in the paper."""
-        exits = options.setdefault("exits", spaced_exits(base.num_layers, 6, 1 / 4))
-        count = len(exits) if isinstance(exits, (list, tuple)) else 1
-        return super().for_base(base, **{"thresholds": default_thresholds(count)} | options)
+        return {"exits": spaced_exits(base.num_layers, 6, 1 / 4)}
 
 
 @dataclass(frozen=True)
 class LiteDecodeConfig(MethodConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "lite"
 
     thresholds: tuple[float | None, ...] | None = None
-    """One for each exit; null for an exit means never. Null instead of the list: the accelerator's.
+    """For each exit the minimum top-1 probability with which a token leaves; null for an exit
+    means never. Null instead of the list: the paper's, interpolated.
     """
 
 
 def _step(decoder: Decoder, exits: LinearExits, settings: LiteDecodeConfig) -> DynamicDepthStep:
     thresholds = settings.thresholds
     if thresholds is None:
-        assert isinstance(exits.config, LiteConfig)
-        thresholds = exits.config.thresholds
+        thresholds = default_thresholds(len(exits.exits))
     return DynamicDepthStep(MultiExits(decoder, exits, thresholds), "propagate")
 
 

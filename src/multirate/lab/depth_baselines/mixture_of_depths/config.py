@@ -15,12 +15,13 @@ class MixtureOfDepthsConfig(MethodConfig):
     """A router and its causal predictor at each routed block."""
 
     METHOD: ClassVar[str] = "mixture_of_depths"
+    FROM_BASE: ClassVar[dict[str, str]] = {"blocks": "every other one, from L/10 on"}
 
     blocks: tuple[int, ...]
     """Layers (counted from 0) that tokens may skip, in increasing order."""
     capacity: float = 0.75
     """In training, the share of a text's response tokens that run each block: the ones with the
-    highest router weights.
+    highest router weights (the paper: 0.125).
     """
 
     def check(self) -> None:
@@ -42,8 +43,6 @@ class MixtureOfDepthsConfig(MethodConfig):
 
 @dataclass(frozen=True)
 class MixtureOfDepthsDecodeConfig(ThresholdConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "mixture_of_depths"
 
     threshold: float | None = 0.5

@@ -20,8 +20,6 @@ EPS = 1e-6
 
 
 class Routers(nn.Module):
-    """See the module's docstring."""
-
     def __init__(self, config: MixtureOfDepthsConfig, base: BaseShape) -> None:
         super().__init__()
         config.check_base(base)

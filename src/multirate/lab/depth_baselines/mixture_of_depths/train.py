@@ -43,7 +43,6 @@ class RouterObjective(Objective):
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective."""
         teacher, blocks = self._teacher[0], self.routers.config.blocks
         slow = teacher.slow(ids, shared=0, known=known)
         x = slow.residual[0]

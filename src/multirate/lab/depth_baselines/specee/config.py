@@ -16,6 +16,9 @@ class SpecEEConfig(ExitsConfig):
     """
 
     METHOD: ClassVar[str] = "specee"
+    FROM_BASE: ClassVar[dict[str, str]] = {
+        "exits": "every layer from L/4 on (the paper: every layer)"
+    }
 
     rank: int = 512
     """Width of the proposer's MLP."""
@@ -38,8 +41,6 @@ class SpecEEConfig(ExitsConfig):
 
 @dataclass(frozen=True)
 class SpecEEDecodeConfig(ThresholdConfig):
-    """Decoding settings."""
-
     METHOD: ClassVar[str] = "specee"
 
     threshold: float | None = 0.5

@@ -30,8 +30,6 @@ LOGIT_UNIT = 16.0
 
 
 class Proposer(nn.Module):
-    """See the module's docstring."""
-
     def __init__(self, size: int, rank: int) -> None:
         super().__init__()
         self.linear = nn.Linear(2 * size, size, bias=False)

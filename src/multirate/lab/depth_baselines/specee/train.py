@@ -35,7 +35,6 @@ class SpecEEObjective(ExitObjective):
     def forward(
         self, ids: Tensor, mask: Tensor, known: Known | None = None
     ) -> tuple[Tensor, Report]:
-        """See Objective."""
         teacher, module = self._teacher[0], self.module
         slow = teacher.slow(ids, shared=0, known=known)
         rows = _with_one_before(mask)

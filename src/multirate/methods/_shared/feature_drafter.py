@@ -1,4 +1,4 @@
-"""Drafting steps of a FeatureStream with its torch modules."""
+"""Drafts of a FeatureStream (EAGLE, EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from torch import Tensor
 
 from multirate.methods._shared.draft_runner import DraftRunner, packed_where_possible
 from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.methods._shared.stream_config import StreamDecodeConfig
+from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.runtime.captured import Level
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.draft_branch import DraftWeights
 from multirate.runtime.kv_cache import KVCache
 
 
 class FeatureRunner(DraftRunner):
-    """The stream reads embeddings and carried features only: verification begins at layer 0."""
+    """Runs the stream with its torch modules. It reads embeddings and carried features only:
+    verification begins at layer 0.
+    """
 
     keys_only = True
 
@@ -40,6 +43,10 @@ class FeatureRunner(DraftRunner):
         return self.stream.logits(self.decoder, p)
 
 
-def feature_runner(decoder: Decoder, stream: FeatureStream, weights: DraftWeights) -> DraftRunner:
-    """The fastest runner. weights: how a decoder packs what drafts."""
-    return packed_where_possible(FeatureRunner(decoder, stream), stream.branch, weights)
+class FeatureDrafter(StreamDrafter):
+    """Trees of a FeatureStream's likeliest tokens, as of the other draft branches."""
+
+    def __init__(self, decoder: Decoder, stream: FeatureStream, config: StreamDecodeConfig) -> None:
+        runner = FeatureRunner(decoder, stream)
+        fastest = packed_where_possible(runner, stream.branch, config.weights)
+        super().__init__(decoder, fastest, config)

@@ -1,0 +1,55 @@
+"""`multirate methods`: lists the methods, and the settings of one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from multirate.cli import options
+
+if TYPE_CHECKING:
+    from multirate.methods._shared.field_help import Setting
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(help="A method, to show its settings.")] = None,
+) -> None:
+    """List the methods, or show the settings of one.
+
+    Decoding settings follow the method's name, as in --method sam:tokens=7. Training settings
+    follow --option.
+    """
+    from rich.table import Table
+
+    from multirate.methods._shared.described import decoding_settings, training_settings
+    from multirate.methods.spec import all_specs, find
+
+    if name is not None:
+        method = find(name)
+        typer.echo(f"{name}: {method.summary}.")
+        _print("Decoding", decoding_settings(method))
+        _print("Training", training_settings(method))
+        return
+    table = Table(box=None, pad_edge=False)
+    for head in ("method", "training", "text", "what it does"):
+        table.add_column(head, no_wrap=head == "method")
+    for method in all_specs().values():
+        trained = "yes" if method.training else "no"
+        text = "lossless" if method.lossless else "lossy"
+        table.add_row(method.name, trained, text, method.summary)
+    options.console().print(table)
+
+
+def _print(title: str, settings: Sequence[Setting]) -> None:
+    from rich.table import Table
+
+    if not settings:
+        return
+    table = Table(title=f"{title} settings", title_justify="left", show_lines=True)
+    for head in ("setting", "accepted", "default", "meaning"):
+        table.add_column(head, no_wrap=head == "setting")
+    for one in settings:
+        table.add_row(one.name, one.accepted, one.default, one.help)
+    options.console().print(table, markup=False)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_kernel import skip_without_kernel
 from torch import Tensor
 from transformers import MistralConfig
 
@@ -17,6 +18,7 @@ from multirate.lab.depth_baselines.mixture_of_depths.config import (
     MixtureOfDepthsConfig,
     MixtureOfDepthsDecodeConfig,
 )
+from multirate.lab.depth_baselines.mixture_of_depths.decode import MixtureOfDepthsStep
 from multirate.lab.depth_baselines.mixture_of_depths.modules import Routers
 from multirate.lab.depth_baselines.mixture_of_depths.train import (
     RouterObjective,
@@ -28,6 +30,7 @@ from multirate.methods._shared.teacher import Teacher
 from multirate.methods.spec import find
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.hf.parts import additive
+from multirate.runtime.native import NativeDecoder
 
 from .m2r2_models import LLAMA, PROMPTS, model_of
 from .tiny import base, disturb, ids
@@ -81,6 +84,21 @@ def test_a_passed_block_leaves_nothing_that_later_tokens_read() -> None:
         for count in ran[len(prompt) :].tolist():
             passes[count] = passes.get(count, 0) + 1
     assert out.stats.exits == passes and len(passes) > 1
+
+
+def test_one_kernel_call_says_what_calls_for_each_block_say() -> None:
+    low = model_of(LLAMA, torch.bfloat16)
+    skip_without_kernel()
+    decoder, routers = NativeDecoder(low), routers_of(BaseShape.of(LLAMA))
+    settings, stop = MixtureOfDepthsDecodeConfig(), StopSettings(max_new_tokens=40)
+    found = [
+        generate(
+            decoder, MixtureOfDepthsStep(decoder, routers, settings, fused), PROMPTS, stop=stop
+        )
+        for fused in (True, False)
+    ]
+    assert found[0].sequences == found[1].sequences
+    assert found[0].stats.exits == found[1].stats.exits and len(found[0].stats.exits) > 1
 
 
 def test_the_share_of_the_response_with_the_highest_weights_runs() -> None:

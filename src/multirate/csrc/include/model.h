@@ -147,6 +147,14 @@ typedef struct {
     int32_t capacity; // slots per sequence in the cache
 } Rows;
 
+// Which rows skip a layer: those with weight · x / RMS(x) + bias of at least a limit.
+typedef struct {
+    const float *weight; // [hidden]; NULL: none does
+    float bias;
+    int32_t *slots; // [sequences] how many tokens have run the layer, which is the slot for the
+                    // next one's keys and values
+} PassBy;
+
 // ---- sampling -----------------------------------------------------------------------------------
 
 // The random numbers added to the logits at one place of a sequence before the argmax
@@ -229,6 +237,11 @@ void mr_layers(Workspace *work, const Shape *shape, const Layer *layers, const L
 // The keys and values of layers [start, stop) as if x entered each of them; x does not change.
 void mr_fill_kv(Workspace *work, const Shape *shape, const Layer *layers, const LayerCache *caches,
                 const Rows *rows, float *x, int start, int stop);
+// Layers [0, count) on one row of each sequence, each row without those it skips.
+// ran [rows]: how many layers each has run.
+void mr_passing_layers(Workspace *work, const Shape *shape, const Layer *layers,
+                       const LayerCache *caches, const PassBy *by, float limit, float eps,
+                       const Rows *rows, float *x, int count, int32_t *ran);
 // attention.c: moves cached tokens of a sequence, slot from[i] to slot to[i], in order.
 void mr_move(const LayerCache *caches, int layers, int kv_heads, int head_dim, int capacity,
              int seq, const int32_t *from, const int32_t *to, int count);

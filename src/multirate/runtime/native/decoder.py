@@ -195,6 +195,31 @@ class NativeDecoder(PackedModel, Decoder):
             stop,
         )
 
+    def passing_layers(
+        self, x: Tensor, rows: Rows, cache: Any, by: abi.CData, limit: float, eps: float
+    ) -> tuple[Tensor, list[int]]:
+        """All layers on one row of each sequence, x [n, d], but those that a row passes by → ([n,
+        d], how many layers each row has run). by: `PassBy` of every layer, whose counts of slots it
+        changes; eps: of its RMS.
+        """
+        cache.make_room(rows)
+        x = abi.copied(x)
+        ran = np.empty(len(rows), np.int32)
+        self._library.mr_passing_layers(
+            self._work,
+            self.shape,
+            self.packed_layers,
+            cache.address,
+            by,
+            limit,
+            eps,
+            abi.rows_of(rows, cache.capacity),
+            abi.tensor(x),
+            self.info.num_layers,
+            abi.ints(ran),
+        )
+        return x, ran.tolist()
+
     def fill_kv(self, rows: Rows, hidden: Tensor, start: int, stop: int, cache: Any) -> None:
         x = hidden.float().contiguous()
         cache.make_room(rows)

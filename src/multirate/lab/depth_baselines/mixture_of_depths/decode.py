@@ -12,8 +12,11 @@ from torch import Tensor
 from multirate.decoding.session import Session
 from multirate.decoding.step import Hole, Step
 from multirate.lab.depth_baselines.mixture_of_depths.config import MixtureOfDepthsDecodeConfig
-from multirate.lab.depth_baselines.mixture_of_depths.modules import Routers, refuse_windows
+from multirate.lab.depth_baselines.mixture_of_depths.modules import EPS, Routers, refuse_windows
 from multirate.runtime.decoder import Decoder
+from multirate.runtime.kv_cache import KVCache
+from multirate.runtime.native import NativeDecoder, abi
+from multirate.runtime.native.packing import Owner
 from multirate.runtime.rows import Rows
 
 
@@ -23,6 +26,8 @@ class MixtureOfDepthsStep(Step):
     A token that passes a block by leaves no K/V there, and later tokens read none of it: in a
     routed block's cache the tokens that ran it lie side by side, each with its own position, so
     that no slot is empty. Up to the first token that passed some block by, slots are positions.
+
+    fused: where the native kernel runs, all of a pass's layers are one call.
     """
 
     lossless = False
@@ -32,6 +37,7 @@ class MixtureOfDepthsStep(Step):
         decoder: Decoder,
         routers: Routers,
         settings: MixtureOfDepthsDecodeConfig,
+        fused: bool = True,
     ) -> None:
         refuse_windows(decoder.info.windows, routers.config.blocks)
         self._routers = routers.to(decoder.info.device)
@@ -39,10 +45,15 @@ class MixtureOfDepthsStep(Step):
         self._limit = logit(settings.threshold or 0.0)
         self._slots = np.zeros((0, 0), np.int32)  # [blocks, sequences] used in the blocks' caches
         self._lengths: dict[int, int] = {}
+        self._packed = None
+        if fused and isinstance(decoder, NativeDecoder) and not decoder.info.num_experts:
+            self._packed = _Packed(decoder, routers, self._blocks, self._limit)
 
     def begin(self, session: Session, resumed: bool) -> None:
         self._slots = np.zeros((len(self._blocks), len(session.prompts)), np.int32)
         self._lengths = {}
+        if self._packed is not None:
+            self._packed.begin(self._slots)
 
     def prefilled(
         self,
@@ -70,7 +81,10 @@ class MixtureOfDepthsStep(Step):
         x = decoder.embed(
             torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos
         )
-        x, ran = self._run(session, x, rows)
+        if self._packed is not None:
+            x, ran = self._packed(x, rows, cache)
+        else:
+            x, ran = self._run(session, x, rows)
         tokens = session.sampler.choose(decoder.logits(x), seqs)
         for b, length, count, token in zip(seqs, lengths, ran, tokens, strict=True):
             session.stats.count_exits(count, 1)
@@ -119,6 +133,32 @@ class MixtureOfDepthsStep(Step):
         x = x.clone()
         x[at] = after
         return x
+
+
+class _Packed:
+    """All layers of a pass in one kernel call. The native kernel only."""
+
+    def __init__(
+        self, decoder: NativeDecoder, routers: Routers, blocks: Sequence[int], limit: float
+    ) -> None:
+        self._decoder, self._blocks, self._limit = decoder, blocks, limit
+        self._owner = Owner()
+        self._weights = [self._owner.floats(row) for row in routers.predictor]
+        self._bias: list[float] = routers.bias.float().tolist()
+        self._by: abi.CData = None
+
+    def begin(self, slots: np.ndarray) -> None:
+        """The counts of slots [blocks, sequences], int32, which it keeps up to date."""
+        by = [abi.new("PassBy") for _ in range(self._decoder.info.num_layers)]
+        self._slots = slots  # the kernel has its address
+        for which, block in enumerate(self._blocks):
+            by[block].weight = abi.at(self._weights[which])
+            by[block].bias = self._bias[which]
+            by[block].slots = abi.at(slots[which].ctypes.data)
+        self._by = abi.array("PassBy", by)
+
+    def __call__(self, x: Tensor, rows: Rows, cache: KVCache) -> tuple[Tensor, list[int]]:
+        return self._decoder.passing_layers(x, rows, cache, self._by, self._limit, EPS)
 
 
 def logit(probability: float) -> float:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from multirate.cli.progress import Bar
 from multirate.loading.hub import load_model, resolve_accelerator
+from multirate.methods._shared.branch_tracing import BranchTracer, Interval
 from multirate.methods._shared.objective import (
     BINS,
     auc,
     balanced_bce,
     expected_calibration_error,
 )
-from multirate.methods._shared.stream_tracing import Interval, StreamTracer
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.spec import find
 from multirate.provenance import collect
@@ -91,7 +91,7 @@ def of_gate(
 
 @torch.no_grad()
 def read_texts(
-    decoder: Decoder, tracer: StreamTracer, samples: Sequence[Sample]
+    decoder: Decoder, tracer: BranchTracer, samples: Sequence[Sample]
 ) -> list[dict[str, Seen]]:
     """For each gate what the streams show, over the response rows of all samples."""
     found: list[dict[str, dict[str, list[Tensor]]]] = [

@@ -14,9 +14,9 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.methods._shared.described import decoding_settings, training_settings
 from multirate.methods._shared.field_help import Setting
-from multirate.methods._shared.stream_config import StreamDecodeConfig
 from multirate.methods.spec import find
 
 PAGES = Path(__file__).resolve().parent.parent / "docs" / "methods"
@@ -68,7 +68,7 @@ def rendered(found: re.Match[str]) -> str:
 def main() -> None:
     """Rewrites the pages, or checks them."""
     names = {name.strip() for found in TABLE.finditer(COMMON_PAGE) for name in found[3].split(",")}
-    assert names == set(StreamDecodeConfig.names()), "the page of common settings shows all of them"
+    assert names == set(BranchDecodeConfig.names()), "the page of common settings shows all of them"
     wrong = []
     for page in sorted(PAGES.glob("*.md")):
         text = page.read_text()

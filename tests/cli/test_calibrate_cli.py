@@ -108,6 +108,8 @@ def test_what_calibrate_refuses(model: str, data: str, tmp_path: Path) -> None:
     refused(run(*given, "--quality", "0.7", "--confidence", "1"), "confidence is 1.0")
     refused(run(*given[:-1], str(tmp_path / "none.jsonl")), "none.jsonl")
     blind = accelerator(model, tmp_path / "blind", arla_dim=0)
-    by_arla = ("--option", "exit_score=arla")
-    refused(run("calibrate", model, "-a", blind, "--data", data, *by_arla), "accelerator with ARLA")
+    by_agreement = ("--option", "exit_score=arla")
+    refused(
+        run("calibrate", model, "-a", blind, "--data", data, *by_agreement), "accelerator with ARLA"
+    )
     assert not list(Path(blind).glob("calibration*"))

@@ -70,6 +70,6 @@ def linear(
 
 def embedding_of(decoder: NativeDecoder) -> Tensor:
     """The rows that a decoder embeds tokens with, bf16 [vocab, hidden], in their own memory."""
-    table, hidden = decoder.stream().table, decoder.info.hidden_size
+    table, hidden = decoder.branch().table, decoder.info.hidden_size
     memory = abi.ffi.buffer(table.rows, table.vocab * hidden * 2)
     return torch.frombuffer(memory, dtype=torch.bfloat16).view(table.vocab, hidden)

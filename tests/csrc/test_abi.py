@@ -32,7 +32,7 @@ def test_sizes_and_offsets_are_the_compilers(tmp_path: Path) -> None:
     if compiler is None:
         pytest.skip("needs a C compiler")
     names = structures()
-    assert {"Linear", "Rows", "Stream", "SpeculativeStep", "DraftLimits"} <= set(names)
+    assert {"Linear", "Rows", "Branch", "SpeculativeStep", "DraftLimits"} <= set(names)
     expected, lines = [], []
     for name in names:
         expected.append(f"{name} {abi.ffi.sizeof(name)}")
@@ -71,4 +71,4 @@ def test_every_function_of_the_headers_is_in_the_library() -> None:
 def test_a_pointer_of_another_type_is_refused() -> None:
     shape = abi.new("Shape", hidden=64)
     with pytest.raises(TypeError):
-        abi.new("Stream", layers=shape)
+        abi.new("Branch", layers=shape)

@@ -207,7 +207,7 @@ def test_the_likeliest_tokens_are_the_heads_own(k: int, vocab: int, spread: floa
     x[2], x[3, 1] = 0.0, torch.nan
     rows = len(x)
     shape = abi.new("Shape", hidden=128, vocab=vocab, eps=1e-5)
-    stream = abi.new("Stream", shape=shape)
+    branch = abi.new("Branch", shape=shape)
     found = []
     for screen in (False, True):
         owner, workspace = Owner(), library.Workspace(2)
@@ -218,7 +218,7 @@ def test_the_likeliest_tokens_are_the_heads_own(k: int, vocab: int, spread: floa
         parents, path = np.zeros((2, rows), np.int32)
         step = abi.new(
             "SpeculativeStep",
-            stream=stream,
+            branch=branch,
             head=head,
             screen=bounds,
             ids=abi.longs(ids),

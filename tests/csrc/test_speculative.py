@@ -120,8 +120,8 @@ def test_an_automaton_has_room_for_any_text() -> None:
 
 
 def first_layers(decoder: NativeDecoder) -> abi.CData:
-    """A stream that is the model's first layers and nothing else."""
-    return decoder.stream(exit_layer=EXIT)
+    """A branch that is the model's first layers and nothing else."""
+    return decoder.branch(exit_layer=EXIT)
 
 
 def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
@@ -138,7 +138,7 @@ def plain(decoder: NativeDecoder, prompt: list[int], count: int) -> list[int]:
 
 def copying(nodes: int) -> DraftShape:
     """Drafts that are looked up, and nothing else."""
-    return DraftShape(nodes, 0, 0, 0.0, 0.0, refresh=False)
+    return DraftShape(nodes, 0, 0, 0.0, 0.0, backfill=False)
 
 
 def head_of(decoder: NativeDecoder) -> DraftHead:
@@ -161,9 +161,9 @@ def test_steps_that_only_look_the_text_up_emit_what_plain_decoding_does(
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 6
     expected = plain(decoder, prompt, 40)
     cache, token = start(decoder, prompt)
-    stream = decoder.stream()
+    branch = decoder.branch()
     lookups, index = Lookups(3, source is SuffixAutomaton), source(3)
-    steps = FusedSteps(decoder, stream, None, copying(6), lookups)
+    steps = FusedSteps(decoder, branch, None, copying(6), lookups)
     steps.begin(cache, None)
     steps.enter(0, [token], text=[*prompt, token])
     emitted = [token]
@@ -265,10 +265,10 @@ def test_a_step_drafts_and_accepts_what_its_parts_do(settings: dict[str, float])
             chosen["verify_threshold"],
             chosen["min_probability"],
         )
-        stream = first_layers(decoder)
+        branch = first_layers(decoder)
         least, width = chosen["min_probability"], int(chosen["width"])
-        shape = DraftShape(nodes, width, top, 1.0, least, refresh=False)
-        steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(0))
+        shape = DraftShape(nodes, width, top, 1.0, least, backfill=False)
+        steps = FusedSteps(decoder, branch, head_of(decoder), shape, Lookups(0))
         steps.begin(cache, None)
         steps.enter(0, [token])
         growth = Growth(
@@ -303,9 +303,9 @@ def test_a_step_at_a_temperature_emits_what_plain_decoding_draws(temperature: fl
     expected = drawn(decoder, prompt, 40, Sampler(settings, [prompt]))
     sampler = Sampler(settings, [[*prompt, expected[0]]])
     cache, _ = start(decoder, prompt)
-    stream = first_layers(decoder)
-    shape = DraftShape(12, 2, 3, 1.0, 0.0, refresh=False)
-    steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(0))
+    branch = first_layers(decoder)
+    shape = DraftShape(12, 2, 3, 1.0, 0.0, backfill=False)
+    steps = FusedSteps(decoder, branch, head_of(decoder), shape, Lookups(0))
     steps.begin(cache, None, sampler)
     steps.enter(0, [expected[0]])
     accepted = 0
@@ -324,7 +324,7 @@ def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
     by_match: list[int], temperature: float
 ) -> None:
     """by_match: for each length of the text's match how many tokens of it are the draft; -1: the
-    stream drafts.
+    branch drafts.
     """
     decoder, prompt = make_decoder(), [5, 6, 7, 8] * 4
     settings = SamplingSettings(temperature, seed=9)
@@ -332,18 +332,18 @@ def test_drafts_of_stream_and_text_by_turns_emit_what_plain_decoding_does(
         expected = drawn(decoder, prompt, 60, Sampler(settings, [prompt]))
     else:
         expected = plain(decoder, prompt, 60)
-    stream = first_layers(decoder)
+    branch = first_layers(decoder)
     sampler = Sampler(settings, [[*prompt, expected[0]]])
     cache, _ = start(decoder, prompt)
-    shape = DraftShape(9, 2, 3, 1.0, 0.0, refresh=False)
-    steps = FusedSteps(decoder, stream, head_of(decoder), shape, Lookups(3))
+    shape = DraftShape(9, 2, 3, 1.0, 0.0, backfill=False)
+    steps = FusedSteps(decoder, branch, head_of(decoder), shape, Lookups(3))
     steps.begin(cache, None, sampler)
     steps.enter(0, [expected[0]], text=sampler.tokens[0])
     steps.learn_from(ContinuationRates(3))
     accepted = 0
     while len(sampler.tokens[0]) < len(prompt) + 50:
         copied = by_match[steps.look_up(1)[1]]
-        growth = Growth(4, deepest=9) if copied < 0 else Growth(0, deepest=copied, stream=False)
+        growth = Growth(4, deepest=9) if copied < 0 else Growth(0, deepest=copied, own=False)
         done = run_together([steps], [growth])[0]
         cache.commit(0, len(done.tokens))
         sampler.tokens[0] += done.tokens
@@ -450,8 +450,8 @@ def test_a_draft_of_more_nodes_than_a_tree_has_is_not_verified_at_once() -> None
 def test_logits_that_are_not_finite_end_a_step_at_a_temperature() -> None:
     decoder, prompt = make_decoder(), [5, 6, 7]
     cache, token = start(decoder, prompt)
-    stream = decoder.stream()
-    steps = FusedSteps(decoder, stream, None, copying(3), Lookups(3))
+    branch = decoder.branch()
+    steps = FusedSteps(decoder, branch, None, copying(3), Lookups(3))
     steps.begin(cache, None, Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]))
     steps.enter(0, [token], text=[*prompt, token])
     embedding_of(decoder)[token] = torch.nan

@@ -13,7 +13,7 @@ from multirate.methods._shared.draft_tree import DraftTree
 FREE = np.zeros(8)
 
 
-def trusting(first_accepted: float, next_accepted: float) -> ContinuationRates:
+def rates_of(first_accepted: float, next_accepted: float) -> ContinuationRates:
     trust = ContinuationRates(3)
     trust.first_accepted[:], trust.next_accepted[:] = first_accepted, next_accepted
     return trust
@@ -61,7 +61,7 @@ def test_a_continuation_is_followed_as_far_as_its_rows_pay(
     verify_threshold, draft_threshold = np.full(8, 0.2), np.full(8, 0.4)
     assert (
         tree.continuation_length(
-            8, 0.6, 2, trusting(first_accepted, next_accepted), draft_threshold, verify_threshold
+            8, 0.6, 2, rates_of(first_accepted, next_accepted), draft_threshold, verify_threshold
         )
         == length
     )
@@ -69,7 +69,7 @@ def test_a_continuation_is_followed_as_far_as_its_rows_pay(
 
 def test_the_stream_goes_on_where_that_is_better() -> None:
     tree = DraftTree(depth_limit=8, deepest=8)
-    sure, trust = 0.99, trusting(0.8, 0.5)
+    sure, trust = 0.99, rates_of(0.8, 0.5)
     trust.draft_accepted = 0.99
     assert tree.continuation_length(8, sure, 2, trust, np.full(8, 0.1), np.full(8, 0.1)) == 0
     trust.draft_accepted = 0.2

@@ -29,10 +29,10 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import PLAIN, attach
 from multirate.errors import UserError
+from multirate.methods._shared.branch_drafter import BranchDrafter
 from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.feature_drafter import FeatureDrafter
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.modules import Eagle3Layer
 from multirate.methods.hydra.config import HydraConfig, HydraDecodeConfig
@@ -220,7 +220,7 @@ def test_turns_are_as_if_read_from_the_start(
         ]
 
 
-def own_store(drafter: StreamDrafter, begin: int, end: int) -> list[torch.Tensor]:
+def own_store(drafter: BranchDrafter, begin: int, end: int) -> list[torch.Tensor]:
     """Slots [begin, end) of the drafter's own keys and values."""
     runner: Any = drafter.runner
     cache = runner.packed._own if isinstance(runner, PackedRunner) else runner._own
@@ -264,7 +264,7 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
                 [[*prefix_cache.tokens, 3]],
                 stop=StopSettings(max_new_tokens=4),
             )
-            assert isinstance(drafter, StreamDrafter) and isinstance(fresh, StreamDrafter)
+            assert isinstance(drafter, BranchDrafter) and isinstance(fresh, BranchDrafter)
             # what waits for the next draft is kept as tokens
             kept = min(kept, drafter._reading.refreshed, fresh._reading.refreshed)
             begin = max(drafter._reading.seen_from, fresh._reading.seen_from)

@@ -90,11 +90,11 @@ def test_random_steps_equal_those_without_captures(method: str, data: st.DataObj
     for runner, cache in zip(runners, caches, strict=True):
         runner.begin(cache)
     for _ in range(data.draw(st.integers(1, 4))):
-        waiting = data.draw(st.integers(0, 9))
-        first = Rows.causal(0, length, waiting + 1)
+        pending = data.draw(st.integers(0, 9))
+        first = Rows.causal(0, length, pending + 1)
         parents = [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 5)))]
-        tree = Rows.draft_tree(0, length + waiting, parents)
-        levels = [(first, waiting + 1, 1)]
+        tree = Rows.draft_tree(0, length + pending, parents)
+        levels = [(first, pending + 1, 1)]
         if parents:
             rest = [getattr(tree, f)[1:] for f in ("seq", "slot", "pos", "prefix", "tree")]
             levels.append((Rows(*rest), len(parents), len(parents)))
@@ -103,8 +103,8 @@ def test_random_steps_equal_those_without_captures(method: str, data: st.DataObj
             carried = torch.randn(count, size, generator=draw)
             said = []
             for runner in runners:
-                if rows is first and waiting and not runner.keys_only:
-                    runner.slow(tokens[:-1], Rows.causal(0, length, waiting))
+                if rows is first and pending and not runner.keys_only:
+                    runner.slow(tokens[:-1], Rows.causal(0, length, pending))
                 count = 3 if asked else 0
                 hidden, p, best = runner.level(tokens, rows, carried, fresh, count, 2.0)
                 assert (best is not None) == (asked and runner is runners[0])
@@ -114,8 +114,8 @@ def test_random_steps_equal_those_without_captures(method: str, data: st.DataObj
             check_same_tokens(said[0][2], said[1][2], runners[1].logits(said[1][1]))
             np.testing.assert_allclose(said[0][3], said[1][3], rtol=1e-3, atol=1e-6)
         for cache in caches:
-            cache.commit(0, waiting + 1)
-        length += waiting + 1
+            cache.commit(0, pending + 1)
+        length += pending + 1
     captured = runners[0]._captured
     assert captured is not None and captured.fallback is None and runners[1]._captured is None
     assert runners[0]._levels.fallback is None and runners[1]._levels is None

@@ -21,11 +21,11 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods import spec
+from multirate.methods._shared.branch_drafter import BranchDrafter
 from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.feature_drafter import FeatureRunner
 from multirate.methods._shared.objective import shift
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods._shared.teacher import Teacher
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.hf.decoder import HFDecoder
@@ -55,9 +55,9 @@ def layer_of(method: str, shape: BaseShape, seed: int = 0, **options: Any) -> An
     return layer.eval().requires_grad_(False)
 
 
-def drafter_of(method: str, decoder: Decoder, layer: Any, **settings: Any) -> StreamDrafter:
+def drafter_of(method: str, decoder: Decoder, layer: Any, **settings: Any) -> BranchDrafter:
     made = spec.find(method).make_drafter(decoder, layer, settings)
-    assert isinstance(made, StreamDrafter)
+    assert isinstance(made, BranchDrafter)
     return made
 
 
@@ -190,8 +190,8 @@ def test_what_is_read_of_committed_tokens_is_true(
         for b in session.active:
             text = session.sampler.tokens[b]
             # all but what waits for the next draft
-            waiting = drafter._reading.waiting.get(b)
-            length = session.cache.lengths[b] - (len(waiting.ids) if waiting else 0)
+            pending = drafter._reading.pending.get(b)
+            length = session.cache.lengths[b] - (len(pending.ids) if pending else 0)
             rows = Rows.causal(0, 0, length)
             x = decoder.embed(torch.tensor(text[:length]), rows.pos)
             cache = decoder.new_cache(1, length)

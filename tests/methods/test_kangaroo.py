@@ -112,8 +112,8 @@ def test_greedy_equals_plain_decoding_and_the_adapter_cache_has_no_holes(thresho
         own = drafter.runner._own
         assert own is not None
         for b in session.active:
-            text, waiting = session.sampler.tokens[b], drafter._reading.waiting.get(b)
-            length = session.cache.lengths[b] - (len(waiting.ids) if waiting else 0)
+            text, pending = session.sampler.tokens[b], drafter._reading.pending.get(b)
+            length = session.cache.lengths[b] - (len(pending.ids) if pending else 0)
             hidden = trace(teacher.parts, torch.tensor([text[:length]]))[0][2]
             _, k, v = adapter.attn.project(adapter.norm(hidden), torch.arange(length))
             for held, true in ((own.keys[0], k), (own.values[0], v)):

@@ -29,9 +29,9 @@ from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 from multirate.methods._shared import draft_choice
+from multirate.methods._shared.draft_estimates import NO_MATCH
 from multirate.methods._shared.draft_runner import PackedRunner
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods._shared.stream_estimates import NO_MATCH
 from multirate.methods.m2r2.config import M2R2Config
 from multirate.methods.m2r2.decode import M2R2DecodeConfig, M2R2Drafter, make_runner
 from multirate.methods.m2r2.modules import AcceleratedStream

@@ -339,7 +339,7 @@ def test_fused_steps_are_steps_in_parts(
         lookup=lookup,
         depth=4,
         nodes=7,
-        trusted=9,
+        unverified=9,
     )
     assert_fused_steps_are_steps_in_parts(
         decoder, lambda: M2R2Drafter(decoder, stream, settings), PROMPTS[seed], new_tokens=40
@@ -355,7 +355,7 @@ def test_streams_and_texts_draft_in_one_step(
     whole = NativeFusedSequences.run
 
     def note(fused: NativeFusedSequences, seqs: Sequence[int], growths: Sequence[Any]) -> Any:
-        kinds.add(frozenset(growth.stream for growth in growths))
+        kinds.add(frozenset(growth.own for growth in growths))
         return whole(fused, seqs, growths)
 
     monkeypatch.setattr(NativeFusedSequences, "run", note)
@@ -437,9 +437,9 @@ def test_trusted_tokens_come_on_top_of_the_limits(decoders: dict[str, Decoder]) 
             exit_thresholds=[0.0],
             depth=3,
             nodes=4,
-            trusted=most,
+            unverified=most,
         )
-        # all are trusted, of which the limits allow one without their help
+        # all are unverified, of which the limits allow one without their help
         steps[most] = out.stats.sequence_steps
     assert steps[20] < steps[5] < steps[0]
 
@@ -477,7 +477,7 @@ def test_the_kernels_arla_is_the_modules(decoders: dict[str, Decoder]) -> None:
 
 @pytest.mark.parametrize("score", ["arla", "confidence"])
 def test_the_trained_accelerators_steps_are_fused(score: str) -> None:
-    """To the token as in parts, and in fewer passes the more is trusted."""
+    """To the token as in parts, and in fewer passes the more is unverified."""
     model = load_model("tiny", dtype="bfloat16")
     skip_without_kernel()
     decoder = NativeDecoder(model.model)

@@ -119,7 +119,7 @@ def test_training_steps_compute_what_drafting_computes(options: dict[str, object
             torch.testing.assert_close(outputs[s][0, root + s], carried, atol=2e-4, rtol=1e-3)
         for s in range(
             1, steps
-        ):  # as after acceptance: the drafted slots are refreshed by true rows before use
+        ):  # as after acceptance: the drafted slots are backfilled by true rows before use
             draft_row(root + s, final[root + s - 1])
     assert not torch.allclose(
         outputs[0][0, 5:], outputs[-1][0, 5:], atol=1e-2

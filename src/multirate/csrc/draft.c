@@ -1,4 +1,4 @@
-// Draft trees: what a stream says of its nodes grows a tree of tokens, level by level.
+// Draft trees: what a branch says of its nodes grows a tree of tokens, level by level.
 #include "drafts.h"
 
 #include "heads.h"
@@ -6,7 +6,7 @@
 
 typedef struct {
     double path_probability, own; // own: before calibration
-    int32_t parent, trusted;
+    int32_t parent, unverified;
     int64_t token;
 } Candidate;
 
@@ -27,41 +27,41 @@ typedef struct {
     int n; // nodes so far
     double path_probability[MAX_NODES + 1];
     int32_t depth[MAX_NODES + 1];
-    int32_t levels[MAX_NODES + 1]; // depth without trusted nodes
-    int32_t trusted;               // nodes that are
+    int32_t levels[MAX_NODES + 1]; // depth, without unverified nodes
+    int32_t unverified;            // nodes that are
     int64_t bits[MAX_NODES + 1];   // ancestors and itself, as Rows.tree has them
     Candidate leaves[MAX_NODES * MAX_CANDIDATES];
     int leaf_count;
     int32_t frontier[MAX_NODES + 1]; // nodes to draft from, [front], whose logits are rows …
     int front, at;                   // … [at, at + front) of the level's
-    int ran;                         // nodes that the stream has run, the last token among them
+    int ran;                         // nodes that the branch has run, the last token among them
 } Tree;
 
-// Nodes that it may have: trusted ones come on top.
+// Nodes that it may have: unverified ones come on top.
 static int node_budget(const Tree *t) {
-    int wanted = t->step->limits->nodes + t->trusted, capacity = node_capacity(t->step->limits);
+    int wanted = t->step->limits->nodes + t->unverified, capacity = node_capacity(t->step->limits);
     return wanted < capacity ? wanted : capacity;
 }
 
-// confidence: the stream's own probability of the token; -1: it is not the stream's. A trusted node
-// is its parent's only child.
-static int add_node(Tree *t, int parent, int64_t token, double confidence, int trusted) {
+// confidence: the branch's own probability of the token; -1: it is not the branch's. An unverified
+// node is its parent's only child.
+static int add_node(Tree *t, int parent, int64_t token, double confidence, int unverified) {
     int node = ++t->n;
     t->step->tokens[node - 1] = token;
     t->step->parents[node - 1] = parent;
     if (t->step->confidence)
         t->step->confidence[node - 1] = confidence;
     t->depth[node] = t->depth[parent] + 1;
-    t->levels[node] = t->levels[parent] + !trusted;
-    t->trusted += trusted;
-    t->step->trusted |= (int64_t)trusted << (node - 1);
+    t->levels[node] = t->levels[parent] + !unverified;
+    t->unverified += unverified;
+    t->step->unverified_nodes |= (int64_t)unverified << (node - 1);
     t->bits[node] = t->bits[parent] | (int64_t)1 << (node - 1);
     return node;
 }
 
-// The stream's output at a node.
+// The branch's output at a node.
 static float *output_of(const SpeculativeStep *step, int node) {
-    return step->scratch + (size_t)node * step->stream->shape->hidden;
+    return step->scratch + (size_t)node * step->branch->shape->hidden;
 }
 
 // What is not a number would be any index: it counts as none.
@@ -96,24 +96,24 @@ void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count
         scores[n] = score_of_output(scorer, eps, d, x + (size_t)n * d);
 }
 
-// Whether the best token of the stream's output, of this probability, is emitted unverified.
+// Whether the best token of the branch's output, of this probability, is emitted unverified.
 static int passes(Tree *t, const float *output, float probability) {
-    const Trust *trust = t->step->limits->trust;
+    const Unverified *rule = t->step->limits->rule;
     double score = (double)probability;
-    if (!trust)
+    if (!rule)
         return 0;
-    if (trust->scorer) {
-        const Shape *shape = t->step->stream->shape;
-        score = score_of_output(trust->scorer, shape->eps, shape->hidden, output);
+    if (rule->scorer) {
+        const Shape *shape = t->step->branch->shape;
+        score = score_of_output(rule->scorer, shape->eps, shape->hidden, output);
     }
-    if (score < trust->least && score > t->step->refused)
-        t->step->refused = score;
-    return score >= trust->least;
+    if (score < rule->least && score > t->step->rejected)
+        t->step->rejected = score;
+    return score >= rule->least;
 }
 
 // While the draft is a chain: tokens of the text's own continuation, where that is worth more than
-// going on with the stream, whose best token is `best`. Adds them; returns how many.
-static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
+// going on with the branch, whose best token is `best`. Adds them; returns how many.
+static int continue_ngram(Tree *t, int64_t best, double own, int unverified) {
     const NgramLimits *ngram = &t->step->limits->ngram;
     SpeculativeStep *step = t->step;
     Text *text = &step->text;
@@ -124,17 +124,17 @@ static int continue_ngram(Tree *t, int64_t best, double own, int trusted) {
         text->tokens[text->count + n - 1] = (int32_t)step->tokens[n - 1];
     int matched = mr_look_up(text, n, ngram->longest, most, found);
     int agrees = matched && found[0] == best;
-    if (matched && most > 0 && (agrees || !trusted)) { // else nothing else can follow
+    if (matched && most > 0 && (agrees || !unverified)) { // else nothing else can follow
         double first = agrees ? ngram->first_accepted[matched] : ngram->first_against[matched];
-        following =
-            worth_continuing(t->step->limits, trusted ? 1.0 : first, ngram->next_accepted[matched],
-                             most, t->path_probability[n], trusted ? 1.0 : own, n);
+        following = worth_continuing(t->step->limits, unverified ? 1.0 : first,
+                                     ngram->next_accepted[matched], most, t->path_probability[n],
+                                     unverified ? 1.0 : own, n);
     }
     if (!following)
         return 0;
     text->matched = matched;
     for (int j = 0; j < following; j++)
-        add_node(t, t->n, found[j], -1.0, trusted && !j);
+        add_node(t, t->n, found[j], -1.0, unverified && !j);
     return following;
 }
 
@@ -150,7 +150,7 @@ static int grow(Tree *t, float *logits, int count) {
     Candidate found[MAX_CANDIDATES * MAX_CANDIDATES];
     int32_t *frontier = t->frontier;
     int candidates = 0, continued = 0, last = t->n;
-    int trusted[MAX_CANDIDATES];
+    int unverified[MAX_CANDIDATES];
     Noise noise = {0};
     if (limits->noise) { // nodes of a level have one place
         noise = noise_ahead(limits->noise, t->depth[frontier[0]]);
@@ -158,7 +158,7 @@ static int grow(Tree *t, float *logits, int count) {
     }
     for (int f = 0; step->exact_head && f < count; f++)
         refine_likeliest(step->exact_head, output_of(step, frontier[f]), step->draft_norm,
-                         step->stream->shape->eps, step->stream->shape->hidden, vocab,
+                         step->branch->shape->eps, step->branch->shape->hidden, vocab,
                          limits->noise ? &noise : NULL, token_map,
                          logits + (size_t)f * step->draft_head->outputs);
     mr_top(logits, count, vocab, step->draft_head->outputs, k, (float)limits->sharpness, best,
@@ -172,25 +172,25 @@ static int grow(Tree *t, float *logits, int count) {
         step->best_probability = (double)probs[0];
     }
     for (int f = 0; f < count; f++)
-        trusted[f] = passes(t, output_of(step, frontier[f]), probs[f * k]);
+        unverified[f] = passes(t, output_of(step, frontier[f]), probs[f * k]);
     if (limits->ngram.longest && count == 1 && t->depth[last] == last)
-        continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]), trusted[0]);
+        continued = continue_ngram(t, best[0], calibrated(limits, (double)probs[0]), unverified[0]);
     step->text.continued = continued;
     int agrees = continued && step->tokens[last] == best[0];
     for (int f = 0; f < count; f++) {
         int node = frontier[f];
         if (t->levels[node] >= limits->depth || t->depth[node] >= limits->deepest)
             continue;
-        double least = 1.0;             // a candidate is worth no more than a likelier one
-        int those = trusted[f] ? 1 : k; // a trusted one is the only one
+        double least = 1.0;                // a candidate is worth no more than a likelier one
+        int those = unverified[f] ? 1 : k; // an unverified one is the only one
         for (int j = agrees ? 1 : 0; j < those; j++) {
             double own = (double)probs[f * k + j], chance = calibrated(limits, own);
-            if (!trusted[f])
+            if (!unverified[f])
                 least = chance < least ? chance : least;
             double here = t->path_probability[node] * least;
             if (here < limits->verify_threshold[0])
                 break;
-            found[candidates++] = (Candidate){here, own, node, trusted[f], best[f * k + j]};
+            found[candidates++] = (Candidate){here, own, node, unverified[f], best[f * k + j]};
         }
     }
     sort_candidates(found, candidates);
@@ -201,10 +201,10 @@ static int grow(Tree *t, float *logits, int count) {
         int draft = taken < width && t->n < node_budget(t) &&
                     one->path_probability >= limits->draft_threshold[t->n] &&
                     one->own >= limits->min_probability &&
-                    t->levels[one->parent] + !one->trusted < limits->depth &&
+                    t->levels[one->parent] + !one->unverified < limits->depth &&
                     t->depth[one->parent] + 1 < limits->deepest;
         if (draft) {
-            int node = add_node(t, one->parent, one->token, one->own, one->trusted);
+            int node = add_node(t, one->parent, one->token, one->own, one->unverified);
             t->path_probability[node] = one->path_probability;
             frontier[taken++] = node;
         } else if (t->leaf_count < MAX_NODES * MAX_CANDIDATES) {
@@ -231,20 +231,20 @@ typedef struct {
 
 static Levels room_for_levels(Workspace *work, SpeculativeStep *const *steps, int count) {
     const SpeculativeStep *step = steps[0];
-    size_t rows = MAX_ROWS * (size_t)step->stream->shape->hidden,
+    size_t rows = MAX_ROWS * (size_t)step->branch->shape->hidden,
            logits = (size_t)count * steps[0]->limits->width * step->draft_head->outputs;
     work->levels = grown(work->levels, (2 * rows + logits) * sizeof *work->levels);
     return (Levels){work->levels, work->levels + rows, work->levels + 2 * rows};
 }
 
 static float *hidden_of(const SpeculativeStep *step, int node) {
-    return step->hidden + (size_t)node * step->stream->shape->hidden;
+    return step->hidden + (size_t)node * step->branch->shape->hidden;
 }
 
 // Adds a row of a sequence; carried: what it carries. fresh: of the node whose residuals are kept.
 static void add_row(Together *level, const Levels *room, const Tree *t, int slot, int pos,
                     int64_t bits, int64_t id, const float *carried, int fresh) {
-    int r = level->count++, d = t->step->stream->shape->hidden;
+    int r = level->count++, d = t->step->branch->shape->hidden;
     int committed = fresh < 0; // a row of the text
     set_row(&level->table, r, t->step->sequence, slot, pos,
             committed ? slot + 1 : t->step->length + 1, bits);
@@ -259,7 +259,7 @@ static void add_row(Together *level, const Levels *room, const Tree *t, int slot
 // logits: of the fresh rows.
 static void run_together(Workspace *work, const SpeculativeStep *step, Together *level,
                          const Levels *room, float *logits) {
-    int d = step->stream->shape->hidden;
+    int d = step->branch->shape->hidden;
     size_t bytes = (size_t)d * sizeof(float);
     Surroundings around = {.caches = step->caches,
                            .block_cache = step->block_cache,
@@ -268,9 +268,9 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
                            .head = step->draft_head,
                            .head_norm = step->draft_norm,
                            .logits = logits,
-                           .head_eps = step->stream->shape->eps};
+                           .head_eps = step->branch->shape->eps};
     Rows rows = rows_of(&level->table, 0, level->count, step->capacity);
-    draft_level(work, step->stream, &around, level->ids, &rows, level->fresh, room->carry, room->x);
+    draft_level(work, step->branch, &around, level->ids, &rows, level->fresh, room->carry, room->x);
     for (int f = 0; f < level->fresh; f++) {
         memcpy(level->hidden[f], room->x + (size_t)f * d, bytes);
         memcpy(level->output[f], room->x + (size_t)(level->count + f) * d, bytes);
@@ -282,7 +282,7 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
 static void run_last_tokens(Workspace *work, const Tree *trees, int begin, int end,
                             const Levels *room) {
     const SpeculativeStep *first = trees->step;
-    int d = first->stream->shape->hidden;
+    int d = first->branch->shape->hidden;
     Together level;
     level.count = level.fresh = 0;
     for (int s = begin; s < end; s++) {
@@ -310,7 +310,7 @@ static void begin_trees(Workspace *work, SpeculativeStep *const *steps, Tree *tr
     for (int s = 0; s < count; s++) {
         Tree *t = &trees[s];
         t->step = steps[s];
-        t->n = t->leaf_count = t->trusted = 0;
+        t->n = t->leaf_count = t->unverified = 0;
         t->depth[0] = t->levels[0] = 0;
         t->bits[0] = 0;
         t->path_probability[0] = 1.0;
@@ -365,7 +365,7 @@ static void add_leaves(Tree *t) {
         const Candidate *leaf = &t->leaves[c];
         if (!(leaf->path_probability >= limits->verify_threshold[t->n]))
             break;
-        add_node(t, leaf->parent, leaf->token, leaf->own, leaf->trusted);
+        add_node(t, leaf->parent, leaf->token, leaf->own, leaf->unverified);
     }
     t->step->drafted = t->n;
     t->step->text.drafted = t->ran - 1;
@@ -374,27 +374,27 @@ static void add_leaves(Tree *t) {
 // `rows` rows of the target model, in room->x, through its first `layers` layers: to[r].
 static void run_first_layers(Workspace *work, const SpeculativeStep *step, const RowTable *table,
                              int rows, int layers, const Levels *room, float *const *to) {
-    size_t d = (size_t)step->stream->shape->hidden;
+    size_t d = (size_t)step->branch->shape->hidden;
     Rows those = rows_of(table, 0, rows, step->capacity);
-    mr_layers(work, step->stream->shape, step->stream->layers, step->caches, NULL, &those, room->x,
+    mr_layers(work, step->branch->shape, step->branch->layers, step->caches, NULL, &those, room->x,
               0, layers);
     for (int r = 0; r < rows; r++)
         memcpy(to[r], room->x + r * d, d * sizeof(float));
 }
 
-// Nodes that the stream has not run: the target model alone, up to the layer that verification
+// Nodes that the branch has not run: the target model alone, up to the layer that verification
 // enters.
 static void run_leaves(Workspace *work, const Tree *trees, int count, const Levels *room) {
     const SpeculativeStep *step = trees->step;
-    const Stream *stream = step->stream;
-    int d = stream->shape->hidden, rows = 0, layers = entering_layer(stream);
+    const Branch *branch = step->branch;
+    int d = branch->shape->hidden, rows = 0, layers = entering_layer(branch);
     RowTable table;
     float *to[MAX_ROWS];
     for (int s = 0; s < count; s++) {
         const Tree *t = &trees[s];
         for (int node = t->ran; node <= t->n; node++) {
             float *x = hidden_of(t->step, node);
-            embed(stream, t->step->tokens + node - 1, 1, x);
+            embed(branch, t->step->tokens + node - 1, 1, x);
             if (!layers)
                 continue;
             if (rows == MAX_ROWS) {

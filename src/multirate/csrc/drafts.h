@@ -1,4 +1,4 @@
-// Levels of a draft (stream.c), and whole trees (draft.c).
+// Levels of a draft (branch.c), and whole trees (draft.c).
 #ifndef MULTIRATE_DRAFTS_H
 #define MULTIRATE_DRAFTS_H
 #include "include/speculate.h"

@@ -18,7 +18,7 @@ static Verified all_rows(const SpeculativeStep *step) {
 // -1: it is drawn, and the logits are not finite.
 static int64_t target_token(Workspace *work, const SpeculativeStep *step, const Verified *rows,
                             int node, int ahead) {
-    int vocab = step->stream->shape->vocab, stride = step->head->outputs;
+    int vocab = step->branch->shape->vocab, stride = step->head->outputs;
     float *logits = rows->logits + (size_t)node * stride;
     Noise noise = {0};
     if (step->noise)
@@ -33,11 +33,12 @@ static int64_t target_token(Workspace *work, const SpeculativeStep *step, const 
     return token;
 }
 
-// The first child of a node with this token, or, token -1, its trusted child; drafted + 1: none.
+// The first child of a node with this token, or, token -1, its unverified child; drafted + 1: none.
 static int child_of(const SpeculativeStep *step, int node, int64_t token) {
     int child = node + 1;
     for (; child <= step->drafted; child++) {
-        int is_it = token < 0 ? step->trusted >> (child - 1) & 1 : step->tokens[child - 1] == token;
+        int is_it = token < 0 ? step->unverified_nodes >> (child - 1) & 1
+                              : step->tokens[child - 1] == token;
         if (step->parents[child - 1] == node && is_it)
             break;
     }
@@ -45,8 +46,8 @@ static int child_of(const SpeculativeStep *step, int node, int64_t token) {
 }
 
 // Down from the last token as long as the target model's own token is a child, or a child is
-// trusted (decoding/speculate/acceptance.py, Descent): only rows that are reached are read. Fills
-// path, which begins with node 0, and what is emitted after each of its nodes; returns their
+// unverified (decoding/speculate/acceptance.py, Descent): only rows that are reached are read.
+// Fills path, which begins with node 0, and what is emitted after each of its nodes; returns their
 // number, or -1 as target_token. A child comes after its parent.
 static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified *rows,
                          int64_t *tokens, int32_t *path) {
@@ -56,7 +57,7 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified 
         int child = child_of(step, node, -1);
         if (child <= step->drafted) {
             tokens[length] = step->tokens[child - 1];
-            step->unverified |= (int64_t)1 << length;
+            step->unverified_tokens |= (int64_t)1 << length;
         } else {
             tokens[length] = target_token(work, step, rows, node, length);
             if (tokens[length] < 0)
@@ -68,12 +69,12 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified 
     return length;
 }
 
-// Without the stream: what the text's last tokens were followed by before is the draft.
+// Without the branch: what the text's last tokens were followed by before is the draft.
 static int draft_from_text(SpeculativeStep *step) {
-    const Stream *stream = step->stream;
+    const Branch *branch = step->branch;
     const DraftLimits *limits = step->limits;
     Text *text = &step->text;
-    int most = limits->deepest, d = stream->shape->hidden;
+    int most = limits->deepest, d = branch->shape->hidden;
     text->matched = mr_look_up(text, 0, limits->ngram.longest, most, step->tokens);
     int n = text->matched ? most : 0;
     for (int i = 0; i < n; i++) {
@@ -82,8 +83,8 @@ static int draft_from_text(SpeculativeStep *step) {
             step->confidence[i] = -1.0;
     }
     text->continued = n;
-    embed(stream, step->ids + step->first + step->refresh, 1, step->hidden);
-    embed(stream, step->tokens, n, step->hidden + d);
+    embed(branch, step->ids + step->first + step->refresh, 1, step->hidden);
+    embed(branch, step->tokens, n, step->hidden + d);
     return n;
 }
 
@@ -110,10 +111,10 @@ static int verification_rows(const SpeculativeStep *step, RowTable *table) {
     return levels;
 }
 
-// Drafts into the steps; those whose stream drafts come first. Returns the layer that the rows
+// Drafts into the steps; those whose branch drafts come first. Returns the layer that the rows
 // enter which verify them.
 static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
-    const Stream *stream = steps[0]->stream;
+    const Branch *branch = steps[0]->branch;
     double begin = seconds_now();
     int streaming = 0;
     for (int s = 0; s < count; s++) {
@@ -121,12 +122,12 @@ static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
         Text *text = &step->text;
         text->drafted = text->continued = text->matched = 0;
         step->best = -1;
-        step->trusted = step->unverified = 0;
-        streaming += step->draft_head && step->limits->stream;
+        step->unverified_nodes = step->unverified_tokens = 0;
+        streaming += step->draft_head && step->limits->own;
     }
     if (streaming)
         draft_trees(work, steps, streaming);
-    int start = streaming ? entering_layer(stream) : 0;
+    int start = streaming ? entering_layer(branch) : 0;
     for (int s = streaming; s < count; s++) {
         SpeculativeStep *step = steps[s];
         RowTable table;
@@ -135,7 +136,7 @@ static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
             continue;
         verification_rows(step, &table);
         Rows rows = rows_of(&table, 0, step->drafted + 1, step->capacity);
-        mr_layers(work, stream->shape, stream->layers, step->caches, NULL, &rows, step->hidden, 0,
+        mr_layers(work, branch->shape, branch->layers, step->caches, NULL, &rows, step->hidden, 0,
                   start);
     }
     double taken = seconds_now() - begin;
@@ -147,7 +148,7 @@ static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
 
 void mr_speculative_accept(SpeculativeStep *step, const int32_t *path, const int64_t *tokens,
                            int count) {
-    const Shape *shape = step->stream->shape;
+    const Shape *shape = step->branch->shape;
     Text *text = &step->text;
     int32_t from[MAX_NODES + 1], to[MAX_NODES + 1];
     int d = shape->hidden;
@@ -171,19 +172,19 @@ void mr_speculative_accept(SpeculativeStep *step, const int32_t *path, const int
 // model says after each, or, with a screen, upper bounds of that.
 static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen *screen,
                      const RowTable *table, int count, int start, Verified to) {
-    const Stream *stream = step->stream;
-    const Shape *shape = stream->shape;
+    const Branch *branch = step->branch;
+    const Shape *shape = branch->shape;
     double begin = seconds_now();
     run_all_rows(work, (LayerCall){.shape = shape,
-                                   .layers = stream->layers,
+                                   .layers = branch->layers,
                                    .caches = step->caches,
                                    .rows = rows_of(table, 0, count, step->capacity),
                                    .x = to.hidden,
                                    .start = start,
                                    .stop = step->layers,
-                                   .taps = stream->taps,
+                                   .taps = branch->taps,
                                    .noted = to.features,
-                                   .tap_count = stream->tap_count});
+                                   .tap_count = branch->tap_count});
     double layers_done = seconds_now();
     work->spent[SPENT_OWN] += layers_done - begin;
     if (screen)
@@ -193,9 +194,9 @@ static void run_rows(Workspace *work, const SpeculativeStep *step, const Screen 
         mr_linear(work, step->head, to.hidden, step->norm, shape->eps, count, to.logits, 0);
     double head_done = seconds_now();
     work->spent[SPENT_HEAD] += head_done - layers_done;
-    if (stream->tap_count) // takes the place of h_L, or is added to it
-        mr_linear(work, &stream->features, to.features, NULL, 0.0f, count, to.hidden,
-                  stream->features_added);
+    if (branch->tap_count) // takes the place of h_L, or is added to it
+        mr_linear(work, &branch->features, to.features, NULL, 0.0f, count, to.hidden,
+                  branch->features_added);
     work->spent[SPENT_DRAFT] += seconds_now() - head_done;
 }
 
@@ -216,8 +217,8 @@ static int emit(Workspace *work, SpeculativeStep *step, const Verified *rows, in
 static Verified room_for_verified(Workspace *work, const SpeculativeStep *step, int sequences) {
     if (sequences == 1)
         return all_rows(step);
-    size_t rows = MAX_NODES + 1, d = (size_t)step->stream->shape->hidden,
-           taps = (size_t)step->stream->tap_count;
+    size_t rows = MAX_NODES + 1, d = (size_t)step->branch->shape->hidden,
+           taps = (size_t)step->branch->tap_count;
     work->verified = grown(work->verified, rows * (d + taps * d + (size_t)step->head->outputs) *
                                                sizeof *work->verified);
     float *features = work->verified + rows * d;
@@ -229,7 +230,7 @@ static Verified room_for_verified(Workspace *work, const SpeculativeStep *step, 
 static int verify_together(Workspace *work, SpeculativeStep *const *steps, int first, int last,
                            int start, int rows, const RowTable *table, int choose) {
     const SpeculativeStep *step = steps[first];
-    size_t d = (size_t)step->stream->shape->hidden;
+    size_t d = (size_t)step->branch->shape->hidden;
     Verified all = room_for_verified(work, step, last - first);
     float *x = all.hidden;
     for (int s = first; s < last; s++) {
@@ -272,24 +273,24 @@ int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int cou
 
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int nodes, int start, int k,
                     int64_t *best, int32_t *path) {
-    const Stream *stream = step->stream;
-    int d = stream->shape->hidden;
+    const Branch *branch = step->branch;
+    int d = branch->shape->hidden;
     RowTable table;
     Verified rows = all_rows(step);
     step->drafted = nodes;
-    step->trusted = step->unverified = 0;
+    step->unverified_nodes = step->unverified_tokens = 0;
     step->levels = verification_rows(step, &table);
     if (!start) {
-        embed(stream, step->ids, 1, step->hidden);
-        embed(stream, step->tokens, nodes, step->hidden + d);
+        embed(branch, step->ids, 1, step->hidden);
+        embed(branch, step->tokens, nodes, step->hidden + d);
     }
     run_rows(work, step, step->screen, &table, nodes + 1, start, rows);
     double begin = seconds_now();
     if (k && step->screen)
         screened_best(work, step->head, step->screen, nodes + 1, step->scratch,
-                      stream->shape->vocab, k, best);
+                      branch->shape->vocab, k, best);
     else if (k)
-        mr_best(work, step->scratch, nodes + 1, stream->shape->vocab, step->head->outputs, k, best);
+        mr_best(work, step->scratch, nodes + 1, branch->shape->vocab, step->head->outputs, k, best);
     work->spent[SPENT_DRAFT] += seconds_now() - begin; // what drafts are made of
     return emit(work, step, &rows, path);
 }

@@ -25,10 +25,10 @@ from multirate.decoding.speculate.drafter import Drafter
 from multirate.decoding.speculate.step import SpeculativeStep
 from multirate.decoding.step import Step
 from multirate.errors import UserError
+from multirate.methods._shared.branch_tracing import BranchTracer
 from multirate.methods._shared.config import MethodConfig
 from multirate.methods._shared.objective import Objective
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods._shared.stream_tracing import StreamTracer
 from multirate.methods._shared.teacher import Teacher
 from multirate.runtime.decoder import Decoder
 from multirate.torch_modes import building
@@ -169,7 +169,7 @@ class MethodSpec:
     """How its accelerator is trained. None: it needs no training."""
     dynamic: DynamicMode | None = None
     """Its dynamic mode, if any; lossy, whatever `lossless` says."""
-    tracer: Callable[[Decoder, Any], StreamTracer] | None = None
+    tracer: Callable[[Decoder, Any], BranchTracer] | None = None
     """tracer(decoder, module): exposes its accelerated residual stream, if it has one."""
     second_model: Callable[[Any], str | None] | None = None
     """second_model(settings): the name of a model that runs beside the base model, or None. drafter

@@ -98,14 +98,14 @@ class Level(Protocol):
         """Residuals [N, d] that enter the model → those after its first layers, [N, d]."""
         ...
 
-    def both(self, slow: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """The same beside the stream's rows [N, d], which go through the same layers with its
-        adapters → the slow residuals of the new rows at least, as the last ones, and the stream's.
+    def both(self, slow: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """The same beside the branch's rows [N, d], which go through the same layers with its
+        adapters → the slow residuals of the new rows at least, as the last ones, and the branch's.
         """
         ...
 
     def own(self, function: RowsFunction, *inputs: Tensor | None) -> Tensor:
-        """function(*inputs, rows, K/V of the stream's own layer), [N, d]."""
+        """function(*inputs, rows, K/V of the branch's own layer), [N, d]."""
         ...
 
 

@@ -89,7 +89,7 @@ class DraftShape:
     candidates: int
     sharpness: float
     min_probability: float
-    refresh: bool
+    backfill: bool
     """Whether the branch has K/V of its own, so that accepted tokens run through it again."""
     unverified: Unverified | None = None
 
@@ -120,7 +120,7 @@ class Growth:
     """The deepest useful node; None: `depth`."""
     draft_accepted: float = 1.0
     """The chance for the next level of the branch's own draft."""
-    stream: bool = True
+    own: bool = True
     """False: the draft is `deepest` tokens of the text's continuation, 0 for a plain step."""
 
 
@@ -153,14 +153,14 @@ class FusedStep:
     """Number of nodes in its draft."""
     levels: int
     """Depth of its draft."""
-    trusted: frozenset[int] = frozenset()
+    unverified: frozenset[int] = frozenset()
     """Places in `tokens` of the ones that were accepted unverified."""
     draft_seconds: float = field(default=0.0, compare=False)
     """How long drafting took."""
 
 
 @dataclass
-class UnreadTokens:
+class PendingTokens:
     """Tokens that a branch's own layer has not read with their true carried residuals.
 
     carried: [len(ids), d] in pieces, what is carried of the token before each; empty for a branch
@@ -201,7 +201,7 @@ class FusedSequences(ABC):
     from then on.
     """
 
-    refused: float
+    rejected: float
     """The highest score since `begin` that was too low to be accepted unverified; −inf: none."""
 
     @abstractmethod
@@ -243,7 +243,7 @@ class FusedSequences(ABC):
         """Committed tokens that the branch's own layer has not read."""
 
     @abstractmethod
-    def unread(self, seq: int) -> UnreadTokens:
+    def unread(self, seq: int) -> PendingTokens:
         """These tokens, but for those that enter with the next draft."""
 
     @abstractmethod

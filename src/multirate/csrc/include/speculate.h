@@ -33,7 +33,7 @@ typedef struct {
     int32_t features_added; // … or, if set, h_L plus that
     const float *norm_in;   // [hidden] norm of the carried residual where that is the block's x
                             // (its attention reads the embedding beside it); NULL: none
-} Stream;
+} Branch;
 
 // Drafts from text lookup (lookup.c). Longer matches in the text are reported as `longest`; matches
 // in given texts as `longest` + their length.
@@ -62,15 +62,15 @@ typedef struct {
     double least;
     const Scorer *scorer; // gives the score; NULL: the token's probability, before calibration
     int32_t nodes;        // at most so many such nodes on top of DraftLimits.nodes
-} Trust;
+} Unverified;
 
 // How far a draft tree grows. Thresholds are path probabilities: the product of the branch's
-// probabilities from the last token down to a node, where unverified tokens (Trust) count as
-// certain. capacity: nodes + trust->nodes.
+// probabilities from the last token down to a node, where unverified tokens (Unverified) count as
+// certain. capacity: nodes + rule->nodes.
 typedef struct {
-    int32_t depth, width, nodes;    // levels, nodes per level and nodes, at most, without Trust's
-    int32_t deepest;                // the deepest useful node, at most capacity
-    int32_t top;                    // candidates per node, at most MAX_CANDIDATES
+    int32_t depth, width, nodes; // levels, nodes per level and nodes, at most, without Unverified's
+    int32_t deepest;             // the deepest useful node, at most capacity
+    int32_t top;                 // candidates per node, at most MAX_CANDIDATES
     const double *draft_threshold;  // [capacity] least to draft from the n-th node …
     const double *verify_threshold; // [capacity] … and to verify it; not falling
     double sharpness;               // factor of the branch's logits
@@ -80,8 +80,8 @@ typedef struct {
                                     // are used as they are
     const Noise *noise;             // for the token after the last one; each level adds its own to
                                     // the branch's logits. NULL: none
-    int32_t stream;                 // 0: the draft is the text's continuation or nothing
-    const Trust *trust;             // NULL: every token is verified
+    int32_t own;                    // 0: the draft is the text's continuation or nothing
+    const Unverified *rule;         // NULL: every token is verified
     NgramLimits ngram;
 } DraftLimits;
 
@@ -122,8 +122,8 @@ typedef struct {
 // what this one left in `ids` and `carried`.
 typedef struct {
     // inputs
-    const Stream *stream;     // without a draft_head, only the text is looked up
-    const LayerCache *caches; // the model's, and of the stream's block …
+    const Branch *branch;     // without a draft_head, only the text is looked up
+    const LayerCache *caches; // the model's, and of the branch's block …
     const LayerCache *block_cache;
     int32_t capacity, block_capacity; // … with so many slots per sequence
     int32_t sequence, layers;         // the caches' sequence; the model's layers
@@ -149,17 +149,17 @@ typedef struct {
     double *confidence; // [nodes] out: the branch's probability of each node, before calibration;
                         // -1: a node from the text. NULL: not wanted
     float *hidden;      // [nodes + 1, hidden]
-    float *features;    // [nodes + 1, taps, hidden] where the stream has taps
+    float *features;    // [nodes + 1, taps, hidden] where the branch has taps
     float *scratch;     // for draft_tree, and [nodes + 1, head->outputs] logits of verification
     // results
-    int32_t drafted, levels; // nodes and levels of the draft
-    int64_t trusted;         // bit n - 1: node n is accepted without verification
-    int64_t unverified;      // bit n: the n-th emitted token comes from such a node
-    double refused;          // in, too: the highest score so far that was too low for Trust
-    double draft_seconds;    // time for drafting
-    int32_t emitted;         // tokens; -1: the logits to draw them from are not finite
-    int64_t best;            // the branch's best token after the last one; -1: it did not run
-    double best_probability; // its probability, before calibration
+    int32_t drafted, levels;   // nodes and levels of the draft
+    int64_t unverified_nodes;  // bit n - 1: node n is accepted without verification
+    int64_t unverified_tokens; // bit n: the n-th emitted token comes from such a node
+    double rejected;           // in and out: the highest score that was too low for Unverified
+    double draft_seconds;      // time for drafting
+    int32_t emitted;           // tokens; -1: the logits to draw them from are not finite
+    int64_t best;              // the branch's best token after the last one; -1: it did not run
+    double best_probability;   // its probability, before calibration
 } SpeculativeStep;
 
 // ---- functions ----------------------------------------------------------------------------------
@@ -179,12 +179,12 @@ int mr_look_up(const Text *text, int drafted, int longest, int most, int64_t *to
 int64_t mr_automaton_words(int room);
 void mr_automaton_clear(Automaton *automaton);
 
-// stream.c: one level of a draft. ids [rows]: tokens of adapter rows; the last `fresh` of them are
+// branch.c: one level of a draft. ids [rows]: tokens of adapter rows; the last `fresh` of them are
 // new and get a target row as well. carried [rows, hidden] or NULL. x [fresh + rows, hidden] out:
 // the target rows' residuals at the exit layer, then the branch's outputs, which are valid for new
 // rows; the others only refresh the block's keys and values. With merged layers, target rows only
 // leave their keys and values and enter layer 0 again later.
-void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
+void mr_stream_step(Workspace *work, const Branch *branch, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x);
 

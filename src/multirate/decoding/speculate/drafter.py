@@ -38,7 +38,7 @@ class Draft:
     then written these nodes' K/V of the layers below `start`. None: the step embeds the tokens and
     runs these layers itself.
     """
-    trusted: frozenset[int] = frozenset()
+    unverified: frozenset[int] = frozenset()
     """Nodes that are accepted unverified when they are reached (dynamic mode: lossy). Each must be
     its parent's only child.
     """
@@ -84,7 +84,7 @@ class Draft:
 
     @cached_property
     def _trusted_children(self) -> dict[int, int]:
-        return {self.parents[node - 1]: node for node in self.trusted}
+        return {self.parents[node - 1]: node for node in self.unverified}
 
     def cut(self, depth: int, nodes: int) -> Draft:
         """This draft up to its first node deeper than `depth`, and with at most `nodes` nodes. Node
@@ -102,7 +102,7 @@ class Draft:
             self.tokens[:count],
             self.parents[:count],
             None if self.hidden is None else self.hidden[: count + 1],
-            frozenset(node for node in self.trusted if node <= count),
+            frozenset(node for node in self.unverified if node <= count),
             self.copied,
         )
 
@@ -126,9 +126,9 @@ class Draft:
             raise ValueError(
                 f"a draft of {n} nodes needs {n + 1} rows of hidden, got {self.hidden.shape[0]}"
             )
-        for node in self.trusted:
+        for node in self.unverified:
             if not 1 <= node <= n or self.parents.count(self.parents[node - 1]) > 1:
-                raise ValueError(f"trusted node {node} must be its parent's only child")
+                raise ValueError(f"unverified node {node} must be its parent's only child")
 
 
 @dataclass
@@ -238,7 +238,7 @@ class Drafter(ABC):
     traits = Traits()
 
     @property
-    def refused(self) -> float | None:
+    def rejected(self) -> float | None:
         """For drafters that accept tokens unverified by a score: the highest score of this
         generation that was too low, or −inf. With a threshold above it, the text is the same. None:
         unknown.

@@ -32,7 +32,7 @@ class SpeculativeStep(Step):
 
     watch: called after every step with what became of the draft; None: not called.
 
-    Nodes in `Draft.trusted` are emitted when they are reached, whatever the target would choose.
+    Nodes in `Draft.unverified` are emitted when they are reached, whatever the target would choose.
     Their deeper layers run in the same pass as the verified rows, so K/V stay exact. The text of a
     lossy step depends on nothing that is timed: `adapt` does nothing.
 
@@ -82,7 +82,7 @@ class SpeculativeStep(Step):
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
     def finish(self, session: Session) -> None:
-        session.stats.refused = self.drafter.refused
+        session.stats.rejected = self.drafter.rejected
 
     def costs(self, decoder: Decoder) -> CostModel | None:
         return self.drafter.costs(decoder) if self.lossless else None
@@ -135,7 +135,7 @@ class SpeculativeStep(Step):
         for b, draft, verified, bonus in found:
             path = verified.path
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
-            self._count_exits(session, kept, sum(n in draft.trusted for n in path[1 : kept + 1]))
+            self._count_exits(session, kept, sum(n in draft.unverified for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
             self._count(b, len(path), levels, len(draft.tokens))
@@ -157,11 +157,11 @@ class SpeculativeStep(Step):
         if self._policy is not None and seq in self._matched:
             self._policy.emitted(emitted, levels, nodes, self._matched[seq])
 
-    def _count_exits(self, session: Session, kept: int, trusted: int) -> None:
-        """Counts `kept` emitted tokens, `trusted` of them accepted unverified."""
+    def _count_exits(self, session: Session, kept: int, unverified: int) -> None:
+        """Counts `kept` emitted tokens, `unverified` of them accepted unverified."""
         if not self.traits.lossless:
-            session.stats.count_exits(self.traits.start, trusted)
-            session.stats.count_exits(session.decoder.info.num_layers, kept - trusted)
+            session.stats.count_exits(self.traits.start, unverified)
+            session.stats.count_exits(session.decoder.info.num_layers, kept - unverified)
 
     def _run_fused(self, session: Session, request: DraftRequest) -> bool:
         """Runs each active sequence's step in one call, if the drafter can."""
@@ -171,7 +171,7 @@ class SpeculativeStep(Step):
         for b, done in zip(request.seqs, every, strict=True):
             self._count(b, len(done.tokens), done.levels, done.drafted)
             kept = session.emit(b, done.tokens)
-            self._count_exits(session, kept, sum(place < kept for place in done.trusted))
+            self._count_exits(session, kept, sum(place < kept for place in done.unverified))
             session.cache.commit(b, kept)
             session.stats.count_draft(
                 done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
@@ -185,7 +185,7 @@ class SpeculativeStep(Step):
         otherwise as `_verify`. None: that is not possible, and nothing has changed.
         """
         traits, sampler, draft = self.traits, session.sampler, drafts[0]
-        if len(seqs) > 1 or traits.taps or draft.trusted or not sampler.by_argmax:
+        if len(seqs) > 1 or traits.taps or draft.unverified or not sampler.by_argmax:
             return None
         draft.check()
         seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]

@@ -34,7 +34,7 @@ class Measured:
 
     tokens: int
     differing: int
-    refused: float | None = field(default=None, compare=False)
+    rejected: float | None = field(default=None, compare=False)
     looping: int = field(default=0, compare=False)
 
     @property
@@ -119,7 +119,7 @@ def answers(
         part = prompts[first : first + batch]
         known = before[first : first + batch]
         if len(known) == len(part) and all(
-            one.refused is not None and one.refused < threshold for one in known
+            one.rejected is not None and one.rejected < threshold for one in known
         ):
             yield from known
             continue
@@ -127,4 +127,4 @@ def answers(
         for prompt, tokens in zip(part, output.sequences, strict=True):
             verdict = full_model_on(decoder, prompt, tokens)
             looping = int(in_loops(tokens).sum())
-            yield Measured(len(tokens), verdict.differing, output.stats.refused, looping)
+            yield Measured(len(tokens), verdict.differing, output.stats.rejected, looping)

@@ -56,7 +56,7 @@ def decode(
         for node in nodes:
             if node == 0:
                 decisions.append(Decision(Kind.MODEL, layers))
-            elif node in draft.trusted:
+            elif node in draft.unverified:
                 decisions.append(Decision(Kind.LEFT, step.traits.start))
             elif node in draft.copied:
                 decisions.append(Decision(Kind.COPIED, 0))

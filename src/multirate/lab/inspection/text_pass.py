@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from multirate.lab.inspection import residuals as measures
-from multirate.methods._shared.stream_tracing import Interval, StreamTracer
+from multirate.methods._shared.branch_tracing import BranchTracer, Interval
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.rows import Rows
 from multirate.torch_modes import own_modes
@@ -96,7 +96,7 @@ def read_text(
     decoder: Decoder,
     prompt: Sequence[int],
     answer: Sequence[int],
-    tracer: StreamTracer | None = None,
+    tracer: BranchTracer | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> TextValues:
     """Reads prompt and answer, a chunk at a time. progress(answer tokens so far).

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from multirate.methods._shared.draft_runner import DraftRunner
-from multirate.runtime.fused import FusedSequences, UnreadTokens
+from multirate.runtime.fused import FusedSequences, PendingTokens
 
 
 @dataclass
-class WaitingTokens(UnreadTokens):
+class DraftInput(PendingTokens):
     """What a sequence's next draft must know: its unread tokens, and `last` [d], what is carried of
     its last committed token.
     """
@@ -26,58 +26,58 @@ class WaitingTokens(UnreadTokens):
 class BranchReading:
     """What waits for `runner`'s own layer. A sequence that `fused` has entered waits there.
 
-    refresh: whether the branch has K/V of its own; without them nothing waits.
-    refreshed, seen_from: of sequence 0, the tokens whose K/V in the own layer are final, but for
+    backfill: whether the branch has K/V of its own; without them nothing waits.
+    backfilled, seen_from: of sequence 0, the tokens whose K/V in the own layer are final, but for
         those before `seen_from`, which are not there: its window ended after them.
     """
 
-    def __init__(self, runner: DraftRunner, fused: FusedSequences | None, refresh: bool) -> None:
-        self._runner, self._fused, self._refresh = runner, fused, refresh
-        self.waiting: dict[int, WaitingTokens] = {}
-        self.refreshed = self.seen_from = 0
+    def __init__(self, runner: DraftRunner, fused: FusedSequences | None, backfill: bool) -> None:
+        self._runner, self._fused, self._backfill = runner, fused, backfill
+        self.pending: dict[int, DraftInput] = {}
+        self.backfilled = self.seen_from = 0
 
     def begin(self) -> None:
-        self.waiting, self.refreshed, self.seen_from = {}, 0, 0
+        self.pending, self.backfilled, self.seen_from = {}, 0, 0
 
-    def left_behind(self) -> WaitingTokens:
-        """The tokens after the refreshed ones of sequence 0 that the own layer could read."""
+    def left_behind(self) -> DraftInput:
+        """The tokens after the backfilled ones of sequence 0 that the own layer could read."""
         if self._fused is not None and 0 in self._fused:
             unread = self._fused.unread(0)
-            return WaitingTokens(list(unread.ids), list(unread.carried))
-        return self.waiting.get(0) or WaitingTokens()
+            return DraftInput(list(unread.ids), list(unread.carried))
+        return self.pending.get(0) or DraftInput()
 
     def usable(self, length: int) -> int:
         """How many of sequence 0's first `length` tokens a next generation can continue from."""
-        if not self._refresh:
+        if not self._backfill:
             return length
-        length = min(length, self.refreshed + len(self.left_behind().ids))
+        length = min(length, self.backfilled + len(self.left_behind().ids))
         window = self._runner.window
         if window is not None and self.seen_from and length - window < self.seen_from:
             # the text parts from the earlier one where the own layer sees what it has not read
             return max(0, length - window)
         return length
 
-    def resume(self, behind: WaitingTokens, length: int) -> None:
+    def resume(self, behind: DraftInput, length: int) -> None:
         """Sequence 0 continues from its first `length` tokens. behind: `left_behind`, asked for
         before the generation began.
         """
-        refreshed, seen_from = self.refreshed, self.seen_from
+        backfilled, seen_from = self.backfilled, self.seen_from
         self.begin()
         if seen_from:  # where it lies ahead, what has been kept ends before, and the rest is read
             self.seen_from = min(seen_from, length + 1)
         # the token after the kept ones is read again and gives no carried residual of its own: what
         # is known of it is kept as well
-        self.refreshed = min(refreshed, length + 1)
-        behind.keep(length + 1 - self.refreshed)
+        self.backfilled = min(backfilled, length + 1)
+        behind.keep(length + 1 - self.backfilled)
         if behind.ids:
-            self.waiting[0] = behind
+            self.pending[0] = behind
 
     def prefill(self, seq: int, prompt: Sequence[int], hidden: Tensor, unseen: bool) -> None:
         """The model has read a prompt. hidden: [n, d], what is carried of its last n tokens, before
         which the own layer is to read nothing if `unseen`.
         """
-        waiting = self.waiting.setdefault(seq, WaitingTokens(last=hidden[-1]))
-        waiting.last = hidden[-1]
+        pending = self.pending.setdefault(seq, DraftInput(last=hidden[-1]))
+        pending.last = hidden[-1]
         first, carried = len(prompt) - len(hidden), hidden[:-1]
         if first:
             # the first token read again has its K/V in the own layer, or is not seen; what it gives
@@ -86,20 +86,20 @@ class BranchReading:
         else:
             carried = torch.cat([torch.zeros_like(hidden[:1]), carried])
         if unseen:
-            waiting.keep(0)
-        if self._refresh and first < len(prompt):
-            waiting.add(prompt[first:], carried)
-        forgotten = waiting.keep_newest(self._runner.window)
+            pending.keep(0)
+        if self._backfill and first < len(prompt):
+            pending.add(prompt[first:], carried)
+        forgotten = pending.keep_newest(self._runner.window)
         if seq == 0:
-            self.refreshed = len(prompt) - len(waiting.ids)
+            self.backfilled = len(prompt) - len(pending.ids)
             if unseen or forgotten:
-                self.seen_from = self.refreshed
+                self.seen_from = self.backfilled
 
     def behind(self, seq: int) -> int:
         """Rows that the sequence's next draft catches up on."""
         if self._fused is not None and seq in self._fused:
             return self._fused.behind(seq)
-        return len(self.waiting[seq].ids)
+        return len(self.pending[seq].ids)
 
     def step_begins(self, seq: int, length: int) -> None:
         """The branch drafts below `length` committed tokens: it reads all of them that it has not
@@ -109,18 +109,18 @@ class BranchReading:
             window = self._runner.window
             if window is not None and self.behind(0) > window:
                 self.seen_from = length - window
-            self.refreshed = length + 1
+            self.backfilled = length + 1
 
     def accepted(self, seq: int, tokens: Sequence[int], carried: Tensor, drafted: bool) -> None:
         """A step has emitted the last len(carried) of `tokens`. carried: [n, d], of the token
         before them and of all but the last. drafted: whether the branch has read that token.
         """
-        waiting, count = self.waiting[seq], len(carried)
-        if self._refresh:
+        pending, count = self.pending[seq], len(carried)
+        if self._backfill:
             if not drafted:
-                waiting.add(tokens[-count - 1 : -count], waiting.last[None])
+                pending.add(tokens[-count - 1 : -count], pending.last[None])
             if count > 1:
                 # before the last token come the accepted nodes, whose carried residuals are now
                 # known
-                waiting.add(tokens[-count:-1], carried[:-1])
-        waiting.last = carried[-1]
+                pending.add(tokens[-count:-1], carried[:-1])
+        pending.last = carried[-1]

@@ -9,15 +9,15 @@ from multirate.decoding.speculate.budget import BudgetPolicy, Plan
 from multirate.decoding.speculate.drafter import DraftRequest
 from multirate.decoding.speculate.step_costs import StepCosts
 from multirate.decoding.speculate.text_source import TextSource
-from multirate.methods._shared.draft_tree import DraftTree
-from multirate.methods._shared.lookup import Lookup
-from multirate.methods._shared.stream_config import StreamDecodeConfig
-from multirate.methods._shared.stream_estimates import (
+from multirate.methods._shared.branch_config import BranchDecodeConfig
+from multirate.methods._shared.draft_estimates import (
     LOSSY_COSTS,
     NO_MATCH,
+    DraftEstimates,
     Match,
-    StreamEstimates,
 )
+from multirate.methods._shared.draft_tree import DraftTree
+from multirate.methods._shared.lookup import Lookup
 from multirate.runtime.fused import FusedSequences, FusedStep
 
 
@@ -30,7 +30,7 @@ class DraftChoice:
 
     def __init__(
         self,
-        config: StreamDecodeConfig,
+        config: BranchDecodeConfig,
         lookup: Lookup,
         nodes: int,
         lossless: bool,
@@ -41,7 +41,7 @@ class DraftChoice:
         self._prices = config.draft_threshold is None or config.verify_threshold is None
         self._lossy_costs = None if lossless else LOSSY_COSTS
         self.shared = self._new_estimates(self._lossy_costs)
-        self._own: dict[int, StreamEstimates] = {}  # by sequence
+        self._own: dict[int, DraftEstimates] = {}  # by sequence
         self.drafted: set[int] = set()
         self.matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
@@ -61,17 +61,17 @@ class DraftChoice:
         rates = self.shared.continuations
         self.shared.go_by(BudgetPolicy(costs, self._config.nodes, rates, expected))
 
-    def _new_estimates(self, costs: StepCosts | None) -> StreamEstimates:
+    def _new_estimates(self, costs: StepCosts | None) -> DraftEstimates:
         """costs: costs by which drafts grow, independent of the clock, where the settings leave
         thresholds open; None: still to be measured.
         """
-        made = StreamEstimates.of(self._config, self._nodes, self._lookup)
+        made = DraftEstimates.of(self._config, self._nodes, self._lookup)
         if costs is not None and self._prices:
             rates = made.continuations
             made.go_by(BudgetPolicy(costs, self._nodes, rates, timed=False))
         return made
 
-    def estimates(self, seq: int) -> StreamEstimates:
+    def estimates(self, seq: int) -> DraftEstimates:
         """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
         generations before; what drafts of lossless ones go by is of all of them.
         """
@@ -134,14 +134,14 @@ class DraftChoice:
         nodes: int,
         draft_seconds: float | None = None,
     ) -> None:
-        """What came true of the sequence's step: see StreamEstimates."""
+        """What came true of the sequence's step: see DraftEstimates."""
         self.estimates(seq).observe(
             emitted,
             tree,
             path,
             nodes,
             match=self.match(seq),
-            streamed=seq in self.drafted,
+            own=seq in self.drafted,
             draft_seconds=draft_seconds,
         )
 
@@ -157,7 +157,7 @@ class DraftChoice:
         tree = DraftTree(0, drafted=nodes.drafted, continued=nodes.continued)
         tree.matched, tree.best = nodes.matched, nodes.best
         tree.tokens, tree.parents = nodes.tokens, nodes.parents
-        tree.confidence, tree.trusted = nodes.confidence, nodes.unverified
+        tree.confidence, tree.unverified = nodes.confidence, nodes.unverified
         path, depth = [0], tree.depth
         edges = zip(tree.parents, tree.tokens, strict=True)
         for node, (parent, token) in enumerate(edges, start=1):

@@ -14,28 +14,15 @@ from torch import Tensor
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.drafter import Draft
 from multirate.decoding.speculate.text_source import TextSource
-from multirate.methods._shared.branch_reading import WaitingTokens
+from multirate.methods._shared.branch_config import BranchDecodeConfig
+from multirate.methods._shared.branch_reading import DraftInput
+from multirate.methods._shared.draft_estimates import DraftEstimates
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
-from multirate.methods._shared.stream_config import StreamDecodeConfig
-from multirate.methods._shared.stream_estimates import StreamEstimates
 from multirate.runtime.decoder import argmax_rows
 from multirate.runtime.draft_branch import Likeliest
+from multirate.runtime.fused import Unverified
 from multirate.runtime.rows import Rows
-
-
-@dataclass(frozen=True)
-class Trusting:
-    """Dynamic mode: which tokens are accepted without verification.
-
-    threshold: the least score of a node's best token.
-    nodes: at most so many on top of the other nodes.
-    by_arla: the score is the runner's `agreement`, not the confidence.
-    """
-
-    threshold: float
-    nodes: int
-    by_arla: bool
 
 
 @dataclass
@@ -52,8 +39,8 @@ class GrowingDraft:
     seq: int
     length: int
     last_token: int
-    waiting: WaitingTokens
-    estimates: StreamEstimates
+    pending: DraftInput
+    estimates: DraftEstimates
     text: TextSource | None
     tree: DraftTree
     hidden: list[Tensor] = field(default_factory=list)
@@ -62,24 +49,24 @@ class GrowingDraft:
 
 
 class DraftGrower:
-    """Grows drafts with ``runner``. max_nodes: of a draft, with trusted tokens. carry: whether the
-    stream reads a carried residual.
+    """Grows drafts with ``runner``. max_nodes: of a draft, unverified tokens included. carry:
+    whether the branch reads a carried residual.
 
-    refused: the highest score that was too low for trust; −inf: none was.
+    rejected: the highest score that was too low to be accepted unverified; −inf: none was.
     """
 
     def __init__(
         self,
         runner: DraftRunner,
-        config: StreamDecodeConfig,
+        config: BranchDecodeConfig,
         *,
         max_nodes: int,
         carry: bool,
-        trusting: Trusting | None,
+        unverified: Unverified | None,
     ) -> None:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
-        self._carry, self._trusting = carry, trusting
-        self.refused = -np.inf
+        self._carry, self._unverified = carry, unverified
+        self.rejected = -np.inf
         # how many of the frontier's likeliest tokens a level is to tell at once, and what it told
         self._asked = 0
         self._told: Likeliest | None = None
@@ -110,22 +97,22 @@ class DraftGrower:
         """Waiting rows of all sequences, and then their last tokens."""
         parts, ids, carried = [], [], []
         for one in growing:
-            waiting = one.waiting
-            waiting.keep_newest(self._runner.window)
-            if waiting.ids:
-                count = len(waiting.ids)
+            pending = one.pending
+            pending.keep_newest(self._runner.window)
+            if pending.ids:
+                count = len(pending.ids)
                 parts.append(Rows.causal(one.seq, one.length - count, count))
-                ids += waiting.ids
-                carried += waiting.carried
+                ids += pending.ids
+                carried += pending.carried
         for one in growing:
             parts.append(Rows.causal(one.seq, one.length, 1))
             ids.append(one.last_token)
-            carried.append(one.waiting.last[None])
+            carried.append(one.pending.last[None])
         h_gate, p = self._run(
             ids, Rows.concat(parts), torch.cat(carried) if self._carry else None, len(growing)
         )
         for one, hidden, output in zip(growing, h_gate.split(1), p.split(1), strict=True):
-            one.waiting.keep(0)
+            one.pending.keep(0)
             one.hidden.append(hidden)
             one.outputs[0] = output
 
@@ -152,7 +139,7 @@ class DraftGrower:
     # -- growing -----------------------------------------------------------------------------------
 
     def _grow_best(self, live: Sequence[GrowingDraft], sampler: Sampler, candidates: int) -> None:
-        """Trees of the stream's likeliest tokens, when sampling by logits that have the noise of
+        """Trees of the branch's likeliest tokens, when sampling by logits that have the noise of
         the model's own.
         """
         config, noise = self._config, None
@@ -164,14 +151,16 @@ class DraftGrower:
             ]
         p = _frontier_outputs(live)
         ids, best = self._told or self._runner.top(p, candidates, config.SHARPNESS, noise)
-        trusted = self._trusted(p, lambda: [row[0] for row in best])
+        unverified = self._passes(p, lambda: [row[0] for row in best])
         at = 0
         for one in live:
             count = len(one.frontier)
             followed = agrees = False
             if count == 1 and one.tree.is_chain:
                 text = sampler.tokens[one.seq]
-                followed, agrees = self._continue(one, text, ids[at][0], best[at][0], trusted[at])
+                followed, agrees = self._continue(
+                    one, text, ids[at][0], best[at][0], unverified[at]
+                )
             one.frontier = one.tree.grow(
                 one.frontier,
                 ids[at : at + count],
@@ -180,15 +169,15 @@ class DraftGrower:
                 one.estimates.draft_threshold,
                 one.estimates.verify_threshold,
                 first=int(agrees),
-                trusted=trusted[at : at + count],
+                unverified=unverified[at : at + count],
             )
             at += count
 
     def _continue(
-        self, one: GrowingDraft, text: Sequence[int], best: int, own: float, trusted: bool
+        self, one: GrowingDraft, text: Sequence[int], best: int, own: float, unverified: bool
     ) -> tuple[bool, bool]:
         """Lets the tree, a chain so far, end in what the text said after the same tokens, where
-        that is worth it. → whether it does, and with the stream's best token.
+        that is worth it. → whether it does, and with the branch's best token.
         """
         tree, known = one.tree, one.estimates
         most = min(tree.deepest, tree.budget(self._max_nodes)) - len(tree.tokens)
@@ -206,10 +195,10 @@ class DraftGrower:
             known.draft_threshold,
             known.verify_threshold,
             agrees,
-            trusted,
+            unverified,
         )
         if length:
-            tree.continue_with(continuation[:length], matched, trusted)
+            tree.continue_with(continuation[:length], matched, unverified)
         return length > 0, length > 0 and agrees
 
     def _grow_chains(self, live: Sequence[GrowingDraft], sampler: Sampler) -> None:
@@ -221,26 +210,26 @@ class DraftGrower:
         )
         q, tokens = torch.softmax(perturbed, dim=-1), argmax_rows(perturbed)
         # of the logits: the distribution of greedy tokens under a penalty is sure of each
-        trusted = self._trusted(
+        unverified = self._passes(
             p, lambda: torch.softmax(self._config.SHARPNESS * logits, -1).amax(-1).tolist()
         )
         sure = q.amax(-1).tolist()
         for k, one in enumerate(live):
             tree, node = one.tree, one.frontier[0]
-            if self._ends(one, node, trusted[k]):
+            if self._ends(one, node, unverified[k]):
                 one.frontier = []
                 continue
             chance = tree.path_probability[node]
-            if not trusted[k]:
+            if not unverified[k]:
                 chance *= tree.worth(sure[k])
-            one.frontier = [tree.add(node, tokens[k], chance, sure[k], trusted[k])]
+            one.frontier = [tree.add(node, tokens[k], chance, sure[k], unverified[k])]
             tree.drafted += 1
 
-    def _ends(self, one: GrowingDraft, node: int, trusted: bool) -> bool:
-        """Whether a chain gets no token below `node`. trusted: whether it would be."""
+    def _ends(self, one: GrowingDraft, node: int, unverified: bool) -> bool:
+        """Whether a chain gets no token below `node`. unverified: whether it would be."""
         tree = one.tree
         if (
-            tree.levels[node] + (not trusted) > tree.depth_limit
+            tree.levels[node] + (not unverified) > tree.depth_limit
             or tree.depth[node] >= tree.deepest
             or len(tree.tokens) >= tree.budget(self._max_nodes)
         ):
@@ -250,17 +239,17 @@ class DraftGrower:
         unlikely = tree.path_probability[node] < one.estimates.draft_threshold[node - 1]
         return bool(unlikely or tree.confidence[node - 1] < tree.min_probability)
 
-    def _trusted(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[bool]:
+    def _passes(self, p: Tensor, confidence: Callable[[], list[float]]) -> list[bool]:
         """For each row of p [n, d] whether its token is emitted unverified. confidence: the
         sharpened top-1 probabilities.
         """
-        trusting = self._trusting
-        if trusting is None:
+        unverified = self._unverified
+        if unverified is None:
             return [False] * len(p)
-        scores = self._runner.agreement(p) if trusting.by_arla else confidence()
-        low = [score for score in scores if score < trusting.threshold]
-        self.refused = max([self.refused, *low])
-        return [score >= trusting.threshold for score in scores]
+        scores = self._runner.agreement(p) if unverified.by_agreement else confidence()
+        low = [score for score in scores if score < unverified.threshold]
+        self.rejected = max([self.rejected, *low])
+        return [score >= unverified.threshold for score in scores]
 
     def _finish(self, growing: Sequence[GrowingDraft], in_trees: bool) -> list[Draft]:
         """Adds the leaves; their slow rows (and those of nodes not run yet) go through the layers
@@ -284,7 +273,7 @@ class DraftGrower:
                 one.tree.tokens,
                 one.tree.parents,
                 torch.cat(one.hidden) if whole else None,
-                frozenset(one.tree.trusted),
+                frozenset(one.tree.unverified),
                 one.tree.copied,
             )
             for one in growing

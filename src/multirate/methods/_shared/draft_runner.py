@@ -1,4 +1,4 @@
-"""Runs one level of a trained draft branch for the drafter (stream_drafter.py), whatever the branch
+"""Runs one level of a trained draft branch for the drafter (branch_drafter.py), whatever the branch
 is.
 """
 
@@ -46,7 +46,7 @@ class RowsLevel:
         slot[: len(slot) - self._fresh] = -1  # their K/V are written already
         return self._decoder.layers(x, replace(self._rows, slot=slot), 0, self._first, self._cache)
 
-    def both(self, slow: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+    def both(self, slow: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         rows, n, fresh = self._rows, len(self._rows), self._fresh
         reading = replace(rows, slot=np.full(n, -1, np.int32), accelerated=np.ones(n, np.bool_))
         if fresh:
@@ -55,8 +55,8 @@ class RowsLevel:
                 rows.seq[new], rows.slot[new], rows.pos[new], rows.prefix[new], rows.tree[new]
             )
             reading = Rows.concat([fresh_rows, reading])
-            stream = torch.cat([slow[new], stream])
-        x = self._decoder.layers(stream, reading, 0, self._first, self._cache, self._adapters)
+            branch = torch.cat([slow[new], branch])
+        x = self._decoder.layers(branch, reading, 0, self._first, self._cache, self._adapters)
         return x[:fresh], x[fresh:]
 
     def own(self, function: RowsFunction, *inputs: Tensor | None) -> Tensor:
@@ -64,7 +64,7 @@ class RowsLevel:
 
 
 class DraftRunner(CapturedRunner, ABC):
-    """Runs the draft branch `stream` beside `decoder`. Owns the keys and values of its extra layer.
+    """Runs the draft branch `module` beside `decoder`. Owns the keys and values of its extra layer.
 
     keys_only: `step` leaves only the keys and values of target rows, which therefore run through
         the first layers again when they are verified.
@@ -74,7 +74,7 @@ class DraftRunner(CapturedRunner, ABC):
     """
 
     decoder: Decoder
-    stream: Any
+    module: Any
     keys_only: bool = False
     taps: tuple[int, ...] = ()
     first_layers: int = 0
@@ -138,27 +138,27 @@ class DraftRunner(CapturedRunner, ABC):
 
     @torch.no_grad()
     def carried(self, hidden: Tensor, taps: Mapping[int, Tensor]) -> Tensor:
-        """What is carried of tokens: their h_L [n, d], or, where the stream reads `taps`, what it
+        """What is carried of tokens: their h_L [n, d], or, where the branch reads `taps`, what it
         makes of both.
         """
         if not self.taps:
             return hidden
         dtype = self.decoder.info.dtype
         inner = {layer: states.to(dtype) for layer, states in taps.items()}
-        found: Tensor = self.stream.carried(hidden.to(dtype), inner)
+        found: Tensor = self.module.carried(hidden.to(dtype), inner)
         return found.to(hidden.dtype)
 
     @torch.no_grad()
     def step(
         self, ids: list[int], rows: Rows, carried: Tensor | None, fresh: int
     ) -> tuple[Tensor, Tensor]:
-        """The stream's rows of tokens ids [N] at `rows` (slots as the slow residual's), carried
+        """The branch's rows of tokens ids [N] at `rows` (slots as the slow residual's), carried
         residuals [N, d].
 
         The last `fresh` rows are new to the slow residual as well: it runs beside them and writes
-        its K/V. Rows before them refresh the own layer's K/V of tokens that are committed already.
+        its K/V. Rows before them backfill the own layer's K/V of tokens that are committed already.
         → (slow residuals of the fresh rows where verification begins [fresh, d], unless keys_only;
-        the stream's outputs p [N, d], of which those of rows before the fresh ones are of no use:
+        the branch's outputs p [N, d], of which those of rows before the fresh ones are of no use:
         what comes after their keys and values need not have run)
         """
         decoder = self.decoder
@@ -194,7 +194,7 @@ class DraftRunner(CapturedRunner, ABC):
     def level_of(
         self, embedded: Tensor, carried: Tensor | None, level: Level
     ) -> tuple[Tensor, Tensor]:
-        """What the stream computes of the rows of a `level`: their embeddings and what is carried,
+        """What the branch computes of the rows of a `level`: their embeddings and what is carried,
         [N, d] each → slow residuals and outputs, as `step`. It may read no number of a tensor.
         """
 
@@ -236,7 +236,7 @@ class PackedRunner(DraftRunner):
 
     def __init__(self, runner: DraftRunner, packed: PackedBranch) -> None:
         self._runner, self.packed = runner, packed
-        self.decoder, self.stream, self.taps = runner.decoder, runner.stream, runner.taps
+        self.decoder, self.module, self.taps = runner.decoder, runner.module, runner.taps
         self.first_layers, self.keys_only = runner.first_layers, packed.keys_only
 
     @property

@@ -29,8 +29,8 @@ class _Candidate(NamedTuple):
     path_probability: float
     parent: int
     token: int
-    confidence: float  # the stream's own probability
-    trusted: bool
+    confidence: float  # the branch's own probability
+    unverified: bool
 
 
 @dataclass
@@ -48,7 +48,7 @@ class DraftTree:
     calibrated: maps the draft branch's confidence to the expected acceptance rate; None: unchanged.
     confidence: the draft branch's, for every node; −1 for continuations.
     best: the draft branch's best token after the last one, and its confidence.
-    trusted: nodes that are accepted unverified.
+    unverified: nodes that are accepted unverified.
     """
 
     depth_limit: int
@@ -67,7 +67,7 @@ class DraftTree:
     best: tuple[int, float] | None = None
     nodes: int | None = None
     min_probability: float = 0.0
-    trusted: set[int] = field(default_factory=set)
+    unverified: set[int] = field(default_factory=set)
     _leaves: list[_Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class DraftTree:
         token: int,
         path_probability: float,
         confidence: float = -1.0,
-        trusted: bool = False,
+        unverified: bool = False,
     ) -> int:
         """Appends a node and returns its number. Its ancestors' bits include itself (Rows.tree)."""
         node = len(self.tokens) + 1
@@ -88,15 +88,15 @@ class DraftTree:
         self.path_probability.append(path_probability)
         self.confidence.append(confidence)
         self.depth.append(self.depth[parent] + 1)
-        self.levels.append(self.levels[parent] + (not trusted))
-        if trusted:
-            self.trusted.add(node)
+        self.levels.append(self.levels[parent] + (not unverified))
+        if unverified:
+            self.unverified.add(node)
         self.bits.append(self.bits[parent] | 1 << (node - 1))
         return node
 
     def budget(self, capacity: int) -> int:
         """Nodes that it may have now, `capacity` at most."""
-        return capacity if self.nodes is None else min(self.nodes + len(self.trusted), capacity)
+        return capacity if self.nodes is None else min(self.nodes + len(self.unverified), capacity)
 
     def grow(
         self,
@@ -107,7 +107,7 @@ class DraftTree:
         draft_threshold: np.ndarray,
         verify_threshold: np.ndarray,
         first: int = 0,
-        trusted: Sequence[bool] = (),
+        unverified: Sequence[bool] = (),
     ) -> list[int]:
         """Adds candidates below the frontier nodes, given their top tokens and probabilities;
         returns the nodes to draft from next.
@@ -115,13 +115,13 @@ class DraftTree:
         draft_threshold, verify_threshold [nodes]: minimum path probability of the n-th node, not
         falling. At most `width` candidates of at least `draft_threshold` become nodes; others of at
         least the first `verify_threshold` wait as leaves. Each node's candidates before `first` are
-        skipped. trusted: for each frontier node, whether its best candidate is accepted unverified
-        and is then the only one; empty: none is.
+        skipped. unverified: for each frontier node, whether its best candidate is accepted
+        unverified and is then the only one; empty: none is.
         """
         if not self.tokens or self.continued == len(self.tokens):
             self.best = (ids[0][0], probs[0][0])
         candidates: list[_Candidate] = []
-        sure = trusted or [False] * len(frontier)
+        sure = unverified or [False] * len(frontier)
         for node, node_ids, node_probs, only in zip(frontier, ids, probs, sure, strict=True):
             if self.levels[node] >= self.depth_limit or self.depth[node] >= self.deepest:
                 continue
@@ -140,7 +140,7 @@ class DraftTree:
             if (
                 len(chosen) < width
                 and len(self.tokens) < self.budget(len(draft_threshold))
-                and self.levels[one.parent] + (not one.trusted) < self.depth_limit
+                and self.levels[one.parent] + (not one.unverified) < self.depth_limit
                 and self.depth[one.parent] + 1 < self.deepest
                 and one.path_probability >= draft_threshold[len(self.tokens)]
                 and one.confidence >= self.min_probability
@@ -152,12 +152,12 @@ class DraftTree:
         return chosen
 
     def _add_candidate(self, one: _Candidate) -> int:
-        return self.add(one.parent, one.token, one.path_probability, one.confidence, one.trusted)
+        return self.add(one.parent, one.token, one.path_probability, one.confidence, one.unverified)
 
     @property
-    def trusts_best(self) -> bool:
+    def best_is_unverified(self) -> bool:
         """Whether the draft branch's best token after the last one is accepted unverified."""
-        return any(self.parents[node - 1] == 0 for node in self.trusted)
+        return any(self.parents[node - 1] == 0 for node in self.unverified)
 
     def worth(self, confidence: float) -> float:
         """The chance that a token of this confidence is accepted."""
@@ -177,26 +177,26 @@ class DraftTree:
         draft_threshold: np.ndarray,
         verify_threshold: np.ndarray,
         agrees: bool = True,
-        trusted: bool = False,
+        unverified: bool = False,
     ) -> int:
         """How many of the `proposed` tokens below the last node of this chain make a better draft
         than continuing with the draft branch. As csrc/lookup.c, worth_continuing.
 
         own: the probability of the draft branch's best token. agrees: whether this is the
-        continuation's first. trusted: whether it is accepted unverified. Better means that the sum
-        of path probability minus price over its nodes is larger.
+        continuation's first. unverified: whether it is accepted unverified. Better means that the
+        sum of path probability minus price over its nodes is larger.
         """
-        if trusted and not agrees:
+        if unverified and not agrees:
             return 0  # nothing else can follow
         n, so_far = len(self.tokens), self.path_probability[-1]
         gain = other = 0.0
         first = rates.first_accepted if agrees else rates.first_against
-        length, here = 0, so_far * (1.0 if trusted else float(first[matched]))
+        length, here = 0, so_far * (1.0 if unverified else float(first[matched]))
         while length < proposed and here >= verify_threshold[n + length]:
             gain += here - float(verify_threshold[n + length])
             here *= float(rates.next_accepted[matched])
             length += 1
-        here, i = so_far * (1.0 if trusted else own), n
+        here, i = so_far * (1.0 if unverified else own), n
         while i < len(verify_threshold) and i + 1 < self.depth_limit and here >= draft_threshold[i]:
             other += here - float(draft_threshold[i])
             here *= rates.draft_accepted
@@ -208,8 +208,8 @@ class DraftTree:
     @property
     def origin(self) -> Origin:
         """Where its nodes that are verified come from."""
-        trusted = sum(node <= self.drafted for node in self.trusted)
-        return Origin(self.drafted - trusted, self.continued, self.matched)
+        unverified = sum(node <= self.drafted for node in self.unverified)
+        return Origin(self.drafted - unverified, self.continued, self.matched)
 
     @property
     def copied(self) -> range:
@@ -217,22 +217,22 @@ class DraftTree:
         return range(self.drafted + 1, self.drafted + self.continued + 1)
 
     def accepted(self, path: Sequence[int]) -> tuple[int, int]:
-        """How many of the accepted `path`'s verified nodes the stream drew, and how many a
+        """How many of the accepted `path`'s verified nodes the branch drew, and how many a
         continuation made.
         """
         below = self.drafted + self.continued
-        return sum(0 < node <= self.drafted and node not in self.trusted for node in path), sum(
+        return sum(0 < node <= self.drafted and node not in self.unverified for node in path), sum(
             self.drafted < node <= below for node in path
         )
 
     def continue_with(
-        self, continuation: Sequence[int], matched: int, trusted: bool = False
+        self, continuation: Sequence[int], matched: int, unverified: bool = False
     ) -> None:
         """Ends the chain in these tokens; the first may be the draft branch's own, accepted
         unverified.
         """
         for i, token in enumerate(continuation):
-            self.add(len(self.tokens), token, 0.0, trusted=trusted and not i)
+            self.add(len(self.tokens), token, 0.0, unverified=unverified and not i)
         self.continued, self.matched = len(continuation), matched
 
     def finish(self, verify_threshold: np.ndarray) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.methods._shared.feature_branch import FeatureBranch
 from multirate.methods._shared.objective import Objective, Term, step_weight
 from multirate.methods._shared.teacher import Teacher
 
@@ -43,7 +43,7 @@ class FeatureObjective(Objective):
 
     has_early_exit = False  # features come from the last layers
 
-    def __init__(self, teacher: Teacher, layer: FeatureStream) -> None:
+    def __init__(self, teacher: Teacher, layer: FeatureBranch) -> None:
         super().__init__(teacher)
         self.layer = layer
 

@@ -2,7 +2,7 @@
 is the draft, otherwise the drafter drafts [SAM-Decoding, Hu et al. 2024: `len_threshold`].
 
 For drafters whose drafts come from outside the model. Trained draft branches weigh both in one tree
-instead (stream_drafter.py).
+instead (branch_drafter.py).
 """
 
 from __future__ import annotations

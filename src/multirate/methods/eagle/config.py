@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.methods._shared.feature_config import FeatureConfig
-from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 
 @dataclass(frozen=True)
@@ -15,5 +15,5 @@ class EagleConfig(FeatureConfig):
 
 
 @dataclass(frozen=True)
-class EagleDecodeConfig(StreamDecodeConfig):
+class EagleDecodeConfig(BranchDecodeConfig):
     METHOD: ClassVar[str] = "eagle"

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.methods._shared.feature_branch import FeatureBranch
 from multirate.methods._shared.layers import RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import limited_to
 from multirate.methods._shared.shape import BaseShape
@@ -25,7 +25,7 @@ from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import BranchHead, DraftBranch, Linear
 
 
-class EagleLayer(FeatureStream):
+class EagleLayer(FeatureBranch):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig, base: BaseShape) -> None:

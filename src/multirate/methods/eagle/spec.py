@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from multirate.methods._shared.branch_config import TUNABLE
 from multirate.methods._shared.feature_drafter import FeatureDrafter
-from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle.config import EagleConfig, EagleDecodeConfig
 from multirate.methods.eagle.modules import EagleLayer
 from multirate.methods.eagle.train import EagleObjective, start_from_least_squares

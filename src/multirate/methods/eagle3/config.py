@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
 
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.methods._shared.feature_config import FeatureConfig
 from multirate.methods._shared.shape import BaseShape
-from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 TAPS = 3
 
@@ -100,5 +100,5 @@ class Eagle3Config(FeatureConfig):
 
 
 @dataclass(frozen=True)
-class Eagle3DecodeConfig(StreamDecodeConfig):
+class Eagle3DecodeConfig(BranchDecodeConfig):
     METHOD: ClassVar[str] = "eagle3"

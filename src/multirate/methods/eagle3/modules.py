@@ -18,7 +18,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from multirate.methods._shared.feature_stream import FeatureStream
+from multirate.methods._shared.feature_branch import FeatureBranch
 from multirate.methods._shared.layers import RMSNorm, branch_layer
 from multirate.methods._shared.reduced_head import spread_over
 from multirate.methods._shared.shape import BaseShape
@@ -27,7 +27,7 @@ from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import BranchHead, DraftBranch, Features
 
 
-class Eagle3Layer(FeatureStream):
+class Eagle3Layer(FeatureBranch):
     config: Eagle3Config
     tap_sizes: Tensor
 

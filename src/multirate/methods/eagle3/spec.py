@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from multirate.methods._shared.branch_config import TUNABLE
 from multirate.methods._shared.feature_drafter import FeatureDrafter
-from multirate.methods._shared.stream_config import TUNABLE
 from multirate.methods.eagle3 import speculators
 from multirate.methods.eagle3.config import Eagle3Config, Eagle3DecodeConfig
 from multirate.methods.eagle3.modules import Eagle3Layer

@@ -29,15 +29,15 @@ _ROWS = 1024  # of one call of the prefix layer; bounds the memory of its attent
 @dataclass
 class _Verified:
     """What is known of a sequence's verified tokens. count: how many the prefix layer has read;
-    waiting: h_L [n, d] of those after them.
+    pending: h_L [n, d] of those after them.
     """
 
     count: int = 0
-    waiting: list[Tensor] = field(default_factory=list)
+    pending: list[Tensor] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        return self.count + sum(len(part) for part in self.waiting)
+        return self.count + sum(len(part) for part in self.pending)
 
 
 class HydraDrafter(HeadsDrafter):
@@ -79,19 +79,19 @@ class HydraDrafter(HeadsDrafter):
         taps: Sequence[Mapping[int, Tensor]],
     ) -> None:
         for b, hidden in zip(seqs, hidden_final, strict=True):
-            self._verified.setdefault(b, _Verified()).waiting.append(hidden)
+            self._verified.setdefault(b, _Verified()).pending.append(hidden)
 
     def accept(self, seq: int, verified: Verified) -> None:
-        self._verified.setdefault(seq, _Verified()).waiting.append(verified.accepted)
+        self._verified.setdefault(seq, _Verified()).pending.append(verified.accepted)
 
     def _first(self, known: _Verified, kept: int) -> _Verified:
         """What is known of the first `kept` tokens."""
         count = min(known.count, kept)
-        waiting = torch.cat([self.row[:0], *known.waiting])[: kept - count]
-        return _Verified(count, [waiting])
+        pending = torch.cat([self.row[:0], *known.pending])[: kept - count]
+        return _Verified(count, [pending])
 
     def behind(self, seqs: Sequence[int]) -> int:
-        return sum(len(part) for b in seqs for part in self._verified[b].waiting)
+        return sum(len(part) for b in seqs for part in self._verified[b].pending)
 
     def trial_step(self) -> Callable[[], object]:
         return self._first_head
@@ -165,13 +165,13 @@ class HydraDrafter(HeadsDrafter):
     def _read(self, seq: int) -> Tensor:
         """What the heads read of the sequence's last verified token: x [1, d]."""
         known = self._verified[seq]
-        hidden = known.waiting[0] if len(known.waiting) == 1 else torch.cat(known.waiting)
+        hidden = known.pending[0] if len(known.pending) == 1 else torch.cat(known.pending)
         assert self._own is not None
         for part in hidden.split(_ROWS):
             rows = Rows.causal(seq, known.count, len(part))
             out = self.runner.prefixed(part, rows, self._own)
             known.count += len(part)
-        known.waiting = []
+        known.pending = []
         return out[-1:]
 
     @property

@@ -7,16 +7,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from multirate.methods._shared.stream_config import MAX_DEPTH, StreamDecodeConfig
-from multirate.methods._shared.stream_drafter import StreamDrafter
+from multirate.methods._shared.branch_config import MAX_DEPTH, BranchDecodeConfig
+from multirate.methods._shared.branch_drafter import BranchDrafter
 from multirate.methods.kangaroo.modules import KangarooAdapter
 from multirate.methods.kangaroo.runner import make_runner
 from multirate.runtime.decoder import Decoder
 
 
 @dataclass(frozen=True)
-class KangarooDecodeConfig(StreamDecodeConfig):
-    """StreamDecodeConfig with the paper's stopping rule, unless `lookup` is set, and a `width` of 1
+class KangarooDecodeConfig(BranchDecodeConfig):
+    """BranchDecodeConfig with the paper's stopping rule, unless `lookup` is set, and a `width` of 1
     because the paper drafts chains.
 
     With `lookup`, drafts grow by measured costs instead, as in other methods. [ours]
@@ -41,7 +41,7 @@ class KangarooDecodeConfig(StreamDecodeConfig):
         self.require(1 <= self.max_draft <= MAX_DEPTH, "max_draft", f"1 to {MAX_DEPTH}")
 
 
-class KangarooDrafter(StreamDrafter):
+class KangarooDrafter(BranchDrafter):
     """Layers [0, E) and the adapter draft; layers [E, L) verify the exact residuals that drafting
     left behind. Accepted tokens run through layers [0, E) and the adapter again before the next
     draft. [ours: the paper fills their K/V in later]

@@ -29,21 +29,21 @@ class KangarooRunner(DraftRunner):
             torch.zeros(1, dtype=torch.int64, device=decoder.info.device), np.zeros(1, np.int32)
         )
         self.decoder = decoder
-        self.stream = adapter.to(device=decoder.info.device, dtype=probe.dtype)
+        self.module = adapter.to(device=decoder.info.device, dtype=probe.dtype)
         self.first_layers = adapter.config.exit_layer
         self._capture_on(decoder)
 
     def begin(self, cache: KVCache) -> None:
-        self._begin(cache, self.stream.attn)
+        self._begin(cache, self.module.attn)
 
     def level_of(
         self, embedded: Tensor, carried: Tensor | None, level: Level
     ) -> tuple[Tensor, Tensor]:
         x = level.slow(embedded)
-        return x, level.own(self.stream.rows, x)
+        return x, level.own(self.module.rows, x)
 
     def logits(self, p: Tensor) -> Tensor:
-        return limited_to(self.stream.draft_tokens, self.decoder.logits(p))
+        return limited_to(self.module.draft_tokens, self.decoder.logits(p))
 
 
 def make_runner(decoder: Decoder, adapter: KangarooAdapter, weights: DraftWeights) -> DraftRunner:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import copy
 
 from multirate.errors import UserError
-from multirate.methods._shared.draft_grower import Trusting
+from multirate.methods._shared.branch_drafter import BranchDrafter
 from multirate.methods._shared.draft_runner import DraftRunner, packed_where_possible
-from multirate.methods._shared.stream_drafter import StreamDrafter
 from multirate.methods.m2r2.arla import ARLA
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
 from multirate.methods.m2r2.runner import StreamRunner
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.draft_branch import DraftWeights
+from multirate.runtime.fused import Unverified
 
 
-class M2R2Drafter(StreamDrafter):
+class M2R2Drafter(BranchDrafter):
     """Drafts with an AcceleratedStream.
 
     In dynamic mode (`exit_thresholds` of a stream with one gate), likeliest tokens whose score
@@ -28,19 +28,19 @@ class M2R2Drafter(StreamDrafter):
     ) -> None:
         config, gate = config or M2R2DecodeConfig(), stream.config.gates[0]
         threshold = _exit_threshold(config, stream)
-        trusting = None
+        unverified = None
         if threshold is not None:
-            trusting = Trusting(threshold, config.trusted, config.exit_score == "arla")
-            if trusting.by_arla:
+            unverified = Unverified(threshold, config.unverified, config.exit_score == "arla")
+            if unverified.by_agreement:
                 arla_of(stream)
         super().__init__(
             decoder,
             make_runner(decoder, stream, gate, config.weights),
             config,
             start=gate,
-            refresh=bool(stream.blocks),
+            backfill=bool(stream.blocks),
             carry=stream.carry is not None,
-            trusting=trusting,
+            unverified=unverified,
         )
 
 
@@ -69,4 +69,4 @@ def make_runner(
     draft.
     """
     runner = StreamRunner(decoder, stream, gate)
-    return packed_where_possible(runner, lambda: runner.stream.branch(gate), weights)
+    return packed_where_possible(runner, lambda: runner.module.branch(gate), weights)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from multirate.methods._shared.stream_config import StreamDecodeConfig
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.runtime.rows import MAX_TREE_BIT
 
 
 @dataclass(frozen=True)
-class M2R2DecodeConfig(StreamDecodeConfig):
-    """StreamDecodeConfig, plus the settings of dynamic mode (lossy)."""
+class M2R2DecodeConfig(BranchDecodeConfig):
+    """BranchDecodeConfig, plus the settings of dynamic mode (lossy)."""
 
     METHOD: ClassVar[str] = "m2r2"
 
-    trusted: int = 24
+    unverified: int = 24
     """Maximum number of tokens accepted unverified in one draft. They come on top of `nodes` and
     `depth`. [ours]
     """
@@ -32,7 +32,7 @@ class M2R2DecodeConfig(StreamDecodeConfig):
     """
 
     def ranges(self) -> list[tuple[str, int, int]]:
-        return [*super().ranges(), ("trusted", 0, MAX_TREE_BIT)]
+        return [*super().ranges(), ("unverified", 0, MAX_TREE_BIT)]
 
     @property
     def leaves_early(self) -> bool:

@@ -25,7 +25,7 @@ class StreamRunner(DraftRunner):
 
     def __init__(self, decoder: Decoder, stream: AcceleratedStream, gate: int) -> None:
         self.decoder, self.gate, self.first_layers = decoder, gate, gate
-        self.stream = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
+        self.module = stream.to(device=decoder.info.device, dtype=decoder.info.dtype).eval()
         self.adapters = {i: a for i, a in stream.layer_adapters().items() if i < gate} or None
         self.taps = stream.config.taps
         self._block = stream.block(gate)
@@ -41,7 +41,7 @@ class StreamRunner(DraftRunner):
     ) -> tuple[Tensor, Tensor]:
         dtype = self.decoder.info.dtype
         carried = None if carried is None else carried.to(dtype)
-        p = self.stream.start(embedded.to(dtype), carried).to(embedded.dtype)
+        p = self.module.start(embedded.to(dtype), carried).to(embedded.dtype)
         h_gate, p = level.both(embedded, p)
         return h_gate, level.own(self._at_gate, p.to(dtype), carried).to(p.dtype)
 
@@ -49,12 +49,12 @@ class StreamRunner(DraftRunner):
         self, p: Tensor, carried: Tensor | None, rows: Rows | StaticSlots, cache: KVCache | None
     ) -> Tensor:
         """Fusion and block, [n, d] → [n, d]. rows, cache: as of DecoderBlock.rows."""
-        p = self.stream.fuse(self.gate, p, carried)
+        p = self.module.fuse(self.gate, p, carried)
         return p if self._block is None else self._block.rows(p, rows, cache)
 
     def logits(self, p: Tensor) -> Tensor:
         """float32 [n, V]; −inf for tokens outside a reduced draft vocabulary."""
-        return self.stream.logits(self.decoder, p)
+        return self.module.logits(self.decoder, p)
 
     def agreement(self, p: Tensor) -> list[float]:
         """ARLA's probability, for each row of p [n, d] at the first gate, that its argmax equals

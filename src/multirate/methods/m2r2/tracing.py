@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from multirate.methods._shared.stream_tracing import Interval, StreamTracer
+from multirate.methods._shared.branch_tracing import BranchTracer, Interval
 from multirate.methods.m2r2.decode import arla_of
 from multirate.methods.m2r2.decode_config import M2R2DecodeConfig
 from multirate.methods.m2r2.modules import AcceleratedStream
@@ -16,7 +16,7 @@ from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
 
-class M2R2Tracer(StreamTracer):
+class M2R2Tracer(BranchTracer):
     """The first draft step after every token of a text, with the model's own carried residuals.
 
     Scores: "confidence", the top-1 probability by which drafts are judged, and "ARLA" if the

@@ -133,9 +133,9 @@ class GraphedLevels(CapturedLevels):
 
 class StaticLevel:
     """A level of up to `width` rows over the storages of the model's first layers and of the
-    stream's own layer: what changes from one replay to the next, and what is captured.
+    branch's own layer: what changes from one replay to the next, and what is captured.
 
-    Where stream and model both run their rows, the stream's come after all of the model's. numbers:
+    Where branch and model both run their rows, the branch's come after all of the model's. numbers:
     int64 [NUMBERS + 1, streams · width], a row's as in StaticRows, and where the own layer writes.
     """
 
@@ -181,7 +181,7 @@ class StaticLevel:
             here = numbers[:, first : first + n]
             here[0], here[2], here[3], here[5] = rows.pos, rows.prefix, rows.tree, ids
             here[4] = first > 0
-        # of rows that are not new the model's K/V are written already; the stream's write none
+        # of rows that are not new the model's K/V are written already; the branch's write none
         numbers[1, n - fresh : n] = rows.slot[n - fresh :]
         numbers[-1, :n] = np.where(rows.slot < 0, self._scratch[1], rows.slot)
         copy_to(self._numbers, numbers)
@@ -220,8 +220,8 @@ class StaticLevel:
         self._rows.x.copy_(x[None])
         return self._run()[0]
 
-    def both(self, slow: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.slow(torch.cat([slow, stream]))
+    def both(self, slow: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.slow(torch.cat([slow, branch]))
         return x[: self._width], x[self._width :]
 
     def own(self, function: RowsFunction, *inputs: Tensor | None) -> Tensor:

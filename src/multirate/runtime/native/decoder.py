@@ -303,8 +303,8 @@ class NativeDecoder(PackedModel, Decoder):
     def text_steps(self, nodes: int, lookups: Lookups) -> FusedSequences | None:
         if not self.supports_fused or nodes > MAX_NODES:
             return None
-        shape = DraftShape(nodes, 0, 0, 0.0, 0.0, refresh=False)  # there is no branch
-        return NativeFusedSequences(self, self.stream(), None, None, shape, lookups)
+        shape = DraftShape(nodes, 0, 0, 0.0, 0.0, backfill=False)  # there is no branch
+        return NativeFusedSequences(self, self.branch(), None, None, shape, lookups)
 
     def noisy_argmax(self, logits: Tensor, noise: Sequence[Noise]) -> list[int]:
         if logits.dtype != torch.float32 or logits.stride(1) != 1:

@@ -76,7 +76,7 @@ class NativeLinear(PackedLinear):
 
 
 class NativeBranch(PackedBranch):
-    """A draft branch that the kernel runs: embedding, carry, both streams' first layers and the own
+    """A draft branch that the kernel runs: embedding, carry, both rows' first layers and the own
     layer in one call. Residuals are fp32.
     """
 
@@ -94,7 +94,7 @@ class NativeBranch(PackedBranch):
             self._adapters = AdapterPack(
                 branch.adapters, decoder.info.num_layers, decoder.rotary_halves
             )
-        self._packed = decoder.stream(
+        self._packed = decoder.branch(
             adapters=None if self._adapters is None else self._adapters.address,
             **self._linear("carry", branch.carry),
             **self._linear("fuse_stream", branch.fuse_stream),
@@ -118,7 +118,7 @@ class NativeBranch(PackedBranch):
             self._packed.block = self._layer.packed
 
     def _linear(self, name: str, linear: LinearMap | None) -> dict[str, Any]:
-        """The fields of a Stream for one of its products."""
+        """The fields of a Branch for one of its products."""
         if linear is None:
             return {}
         return {
@@ -204,10 +204,10 @@ class NativeBranch(PackedBranch):
         return found
 
     def fused(self, shape: DraftShape, lookups: Lookups) -> FusedSequences:
-        trust = None
+        rule = None
         if (unverified := shape.unverified) is not None:
-            trust = abi.new(
-                "Trust",
+            rule = abi.new(
+                "Unverified",
                 least=unverified.threshold,
                 scorer=self._scorer if unverified.by_agreement else None,
                 nodes=unverified.nodes,
@@ -220,7 +220,7 @@ class NativeBranch(PackedBranch):
             shape,
             lookups,
             own_cache=lambda: self._own,
-            trust=trust,
+            rule=rule,
         )
 
 
@@ -234,7 +234,7 @@ class PackedFeatures:
         self._decoder, self._taps, self._added = decoder, features.taps, features.added
 
     def fields(self) -> dict[str, Any]:
-        """Those of a Stream."""
+        """Those of a Branch."""
         return {
             "taps": list(self._taps),
             "tap_count": len(self._taps),

@@ -28,7 +28,7 @@ class DraftVerification:
     """
 
     def __init__(self, decoder: NativeDecoder) -> None:
-        self._workspace, self._stream = decoder.workspace.address, decoder.stream()
+        self._workspace, self._stream = decoder.workspace.address, decoder.branch()
         self._ids = np.zeros(MAX_NODES + 1, np.int64)
         self._tokens, self._parents = np.empty(MAX_NODES, np.int64), np.empty(MAX_NODES, np.int32)
         self._path = np.empty(MAX_NODES + 1, np.int32)
@@ -36,7 +36,7 @@ class DraftVerification:
         self._logits = abi.floats_for((MAX_NODES + 1) * decoder.head.outputs)
         self._step = abi.new(
             "SpeculativeStep",
-            stream=self._stream,
+            branch=self._stream,
             head=decoder.head,
             screen=decoder.screen,
             norm=decoder.norm_address,

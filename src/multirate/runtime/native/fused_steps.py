@@ -3,7 +3,7 @@ Python, greedily and at a temperature. With top-k, top-p or min-p in two, betwee
 chooses the tokens.
 
 The state between two steps is what the kernel leaves: the tokens it emitted and h_L (or what the
-stream reads instead) of the accepted path, which are the tokens to refresh (all but the last one,
+branch reads instead) of the accepted path, which are the tokens to refresh (all but the last one,
 which enters next) and their carried residuals.
 """
 
@@ -28,9 +28,9 @@ from multirate.runtime.fused import (
     FusedStep,
     Growth,
     Lookups,
+    PendingTokens,
     TextRates,
     TokenChooser,
-    UnreadTokens,
 )
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.native import abi, library
@@ -50,25 +50,25 @@ _MEASURED_LEVELS = 6  # of the longer of two measured drafts
 
 
 class NativeFusedSequences(FusedSequences):
-    """See FusedSequences. stream, head, layer: what drafts; without a head the text is looked up,
-    and nothing else. own_cache: gives the layer's K/V of the generation. trust: of
+    """See FusedSequences. branch, head, layer: what drafts; without a head the text is looked up,
+    and nothing else. own_cache: gives the layer's K/V of the generation. rule: of
     `shape.unverified`.
     """
 
     def __init__(
         self,
         decoder: NativeDecoder,
-        stream: abi.CData,
+        branch: abi.CData,
         head: DraftHead | None,
         layer: OwnLayer | None,
         shape: DraftShape,
         lookups: Lookups,
         own_cache: Callable[[], NativeKVCache | None] = lambda: None,
-        trust: abi.CData | None = None,
+        rule: abi.CData | None = None,
     ) -> None:
         self._decoder, self._layer, self._own_cache = decoder, layer, own_cache
-        self._made_of = stream, head, shape, lookups
-        self._trust = trust
+        self._made_of = branch, head, shape, lookups
+        self._rule = rule
         self._free: list[FusedSteps] = []  # kept for later generations
         self._entered: dict[int, FusedSteps] = {}
 
@@ -77,7 +77,7 @@ class NativeFusedSequences(FusedSequences):
         if self._free:
             return self._free.pop()
         window = None if self._layer is None else self._layer.window
-        return FusedSteps(self._decoder, *self._made_of, window=window, trust=self._trust)
+        return FusedSteps(self._decoder, *self._made_of, window=window, rule=self._rule)
 
     def begin(self, cache: KVCache, chooser: TokenChooser, choose_path: ChoosePath) -> None:
         assert isinstance(cache, NativeKVCache)
@@ -114,12 +114,12 @@ class NativeFusedSequences(FusedSequences):
     def behind(self, seq: int) -> int:
         return self._entered[seq].behind
 
-    def unread(self, seq: int) -> UnreadTokens:
+    def unread(self, seq: int) -> PendingTokens:
         return self._entered[seq].unread
 
     @property
-    def refused(self) -> float:  # type: ignore[override]
-        return max((one.step.refused for one in self._entered.values()), default=-np.inf)
+    def rejected(self) -> float:  # type: ignore[override]
+        return max((one.step.rejected for one in self._entered.values()), default=-np.inf)
 
     def draft_costs(self, rates: TextRates) -> tuple[float, float]:
         """Timed on drafts of many levels and of one, over caches of their own (a level alone misses
@@ -156,20 +156,20 @@ class FusedSteps:
     """Fused steps of one sequence at a time: ``begin`` a generation, ``enter`` a sequence, then
     `run_together` until it ends.
 
-    stream: what drafts, read with `head`; without one the text is looked up, and nothing else.
-    window: how many of the newest tokens the stream's own layer sees; None: all. trust: of
+    branch: what drafts, read with `head`; without one the text is looked up, and nothing else.
+    window: how many of the newest tokens the branch's own layer sees; None: all. rule: of
     `shape.unverified`. Owns all buffers of a step.
     """
 
     def __init__(
         self,
         decoder: NativeDecoder,
-        stream: abi.CData,
+        branch: abi.CData,
         head: DraftHead | None,
         shape: DraftShape,
         lookups: Lookups,
         window: int | None = None,
-        trust: abi.CData | None = None,
+        rule: abi.CData | None = None,
     ) -> None:
         self.limits = abi.new(
             "DraftLimits",
@@ -178,10 +178,10 @@ class FusedSteps:
             top=shape.candidates,
             sharpness=shape.sharpness,
             min_probability=shape.min_probability,
-            trust=trust,
+            rule=rule,
             ngram=abi.new("NgramLimits", longest=lookups.longest),
         )
-        self._longest, refresh = lookups.longest, shape.refresh
+        self._longest, refresh = lookups.longest, shape.backfill
         d = decoder.info.hidden_size
         nodes = shape.nodes + (shape.unverified.nodes if shape.unverified else 0)
         self.window = window
@@ -192,11 +192,11 @@ class FusedSteps:
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._learned: tuple[TextRates | None, ConfidenceCounts | None] = None, None
-        self.unread = UnreadTokens()
+        self.unread = PendingTokens()
         self._hidden = abi.floats_for(nodes + 1, d)
-        self._features = abi.floats_for(nodes + 1, stream.tap_count, d)
+        self._features = abi.floats_for(nodes + 1, branch.tap_count, d)
         self._carries = any(
-            linear.weight for linear in (stream.carry, stream.fuse_carried, stream.features)
+            linear.weight for linear in (branch.carry, branch.fuse_carried, branch.features)
         )
         heads = (
             shape.width * head.linear.outputs if head else 0,
@@ -208,11 +208,11 @@ class FusedSteps:
         self._chooser: TokenChooser | None = None
         self._choose_path: ChoosePath | None = None
         # the kernel reads them by address
-        self._held: tuple[object, ...] = (stream, head, trust)
+        self._held: tuple[object, ...] = (branch, head, rule)
         self._no_thresholds = np.zeros(nodes)
         self.step = abi.new(
             "SpeculativeStep",
-            stream=stream,
+            branch=branch,
             draft_head=head.linear if head else None,
             head=decoder.head,
             screen=decoder.screen,
@@ -241,14 +241,14 @@ class FusedSteps:
         chooser: TokenChooser | None = None,
         choose_path: ChoosePath | None = None,
     ) -> None:
-        """A generation over ``cache``, with the stream's own layer's K/V in ``own``.
+        """A generation over ``cache``, with the branch's own layer's K/V in ``own``.
 
         chooser: of the tokens (without a repetition penalty); None: greedy ones.
         """
         self.cache, self._own = cache, own
         self._chooser = None if chooser is None or chooser.plain else chooser
         self._choose_path = choose_path
-        self.step.refused = -np.inf
+        self.step.rejected = -np.inf
 
     def enter(
         self,
@@ -280,7 +280,7 @@ class FusedSteps:
 
     def prepare(self, growth: Growth) -> None:
         """The step's limits, caches and noise, and what enters."""
-        limits, stream = self.limits, growth.stream
+        limits, branch = self.limits, growth.own
         limits.depth = growth.depth
         limits.deepest = growth.depth if growth.deepest is None else growth.deepest
         limits.ngram.draft_accepted = growth.draft_accepted
@@ -289,14 +289,14 @@ class FusedSteps:
             for threshold in (growth.draft_threshold, growth.verify_threshold)
         )
         limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
-        limits.stream = stream
+        limits.own = branch
         self._read_caches()
         if self._refresh:
-            self._take_back() if stream else self._set_aside(self.entered)
+            self._take_back() if branch else self._set_aside(self.entered)
         self._take_noise()
         self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
-        self.step.first = 0 if self._refresh and stream else self.entered - 1
-        self.step.refresh = self.entered - 1 - self.step.first
+        self.step.first = 0 if self._refresh and branch else self.entered - 1
+        self.step.backfill = self.entered - 1 - self.step.first
 
     def _take_noise(self) -> None:
         """That of the token after the last one."""
@@ -315,7 +315,7 @@ class FusedSteps:
             self._ids[: self.entered].tolist(),
             step.drafted,
             step.levels,
-            _places(step.unverified),
+            _places(step.unverified_tokens),
             step.draft_seconds,
         )
 
@@ -339,7 +339,7 @@ class FusedSteps:
     def nodes(self) -> DraftedNodes:
         """The last step's draft."""
         step, text = self.step, self.step.text
-        count, mask = step.drafted, step.trusted
+        count, mask = step.drafted, step.unverified_nodes
         return DraftedNodes(
             self._tokens[:count].tolist(),
             self._parents[:count].tolist(),
@@ -353,17 +353,17 @@ class FusedSteps:
 
     @property
     def behind(self) -> int:
-        """Committed tokens that the stream's own layer has not read with their true residuals."""
+        """Committed tokens that the branch's own layer has not read with their true residuals."""
         return len(self.unread) + self.entered - 1 if self._refresh else 0
 
     def _set_aside(self, count: int) -> None:
-        """So many tokens that would have entered the stream wait for its next draft."""
+        """So many tokens that would have entered the branch wait for its next draft."""
         carried = self._carried[:count].clone() if self._carries else None
         self.unread.add(self._ids[:count].tolist(), carried)
 
     def _take_back(self) -> None:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
-        read all weights of the stream again. Where the last ones are too many, all but one wait.
+        read all weights of the branch again. Where the last ones are too many, all but one wait.
         """
         self.unread.keep_newest(self.window)
         count, entered = len(self.unread), self.entered
@@ -431,8 +431,8 @@ def _places(bits: int) -> frozenset[int]:
 
 def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list[FusedStep]:
     """A step of each sequence: a level of all drafts is one pass, and so is their verification."""
-    # the kernel wants those whose stream drafts first
-    order = sorted(range(len(every)), key=lambda i: not growths[i].stream)
+    # the kernel wants those whose branch drafts first
+    order = sorted(range(len(every)), key=lambda i: not growths[i].own)
     those = [every[i] for i in order]
     for one in those:
         one.grow_caches()
@@ -454,13 +454,13 @@ def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list
 
 
 def _catch_up(every: Sequence[FusedSteps]) -> None:
-    """Tokens that wait for a stream that drafts now, more than enter with its draft, run through
+    """Tokens that wait for a branch that drafts now, more than enter with its draft, run through
     it; only its own K/V are written.
     """
-    behind = [one for one in every if one.unread and one.limits.stream]
+    behind = [one for one in every if one.unread and one.limits.own]
     if not behind:
         return
-    for one in behind:  # what the stream's own layer will not see
+    for one in behind:  # what the branch's own layer will not see
         one.unread.keep_newest(one.window)
     first = behind[0]
     ids = np.array([token for one in behind for token in one.unread.ids], np.int64)
@@ -480,7 +480,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     step = first.step
     library.kernel().mr_stream_step(
         first.decoder.workspace.address,
-        step.stream,
+        step.branch,
         step.caches,
         step.block_cache,
         step.block_capacity,

@@ -188,10 +188,10 @@ class PackedModel:
         chosen = self.head_weight if tokens is None else self.head_weight[tokens.cpu()]
         return dense(chosen)
 
-    def stream(self, **fields: Any) -> abi.CData:
-        """A Stream over this model's layers and embedding; fields: those of what drafts."""
+    def branch(self, **fields: Any) -> abi.CData:
+        """A Branch over this model's layers and embedding; fields: those of what drafts."""
         return abi.new(
-            "Stream",
+            "Branch",
             shape=self.shape,
             layers=self.packed_layers,
             table=self.table,

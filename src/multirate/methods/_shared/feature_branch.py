@@ -21,7 +21,7 @@ from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
 
-class FeatureStream(nn.Module, ABC):
+class FeatureBranch(nn.Module, ABC):
     """The layer: x = entering(embedded, carried), y = x + attn(read), y + mlp(norm(y)). It starts
     as x alone. taps: layers of the target model whose entering residuals `carried` reads.
     """

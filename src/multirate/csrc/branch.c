@@ -39,73 +39,73 @@ static void run_level(Workspace *work, void *context, int id, int threads) {
 
 // The embeddings p [n, d] move aside for a block that reads them beside its x, which the carried
 // residuals are.
-static const float *put_aside(Workspace *work, const Stream *stream, const float *carried, int n,
+static const float *put_aside(Workspace *work, const Branch *branch, const float *carried, int n,
                               float *p) {
-    int d = stream->shape->hidden;
+    int d = branch->shape->hidden;
     size_t bytes = (size_t)n * d * sizeof(float);
     work->beside = grown(work->beside, MAX_ROWS * (size_t)d * sizeof(float));
     memcpy(work->beside, p, bytes);
     memcpy(p, carried, bytes);
-    for (int r = 0; stream->norm_in && r < n; r++)
-        mr_rms_norm(p + (size_t)r * d, stream->norm_in, d, stream->block_shape->eps);
+    for (int r = 0; branch->norm_in && r < n; r++)
+        mr_rms_norm(p + (size_t)r * d, branch->norm_in, d, branch->block_shape->eps);
     return work->beside;
 }
 
-void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
+void draft_level(Workspace *work, const Branch *branch, const Surroundings *around,
                  const int64_t *ids, const Rows *rows, int fresh, const float *carried, float *x) {
-    int n = rows->count, d = stream->shape->hidden, total = n + fresh, old = n - fresh;
+    int n = rows->count, d = branch->shape->hidden, total = n + fresh, old = n - fresh;
     float *p = x + (size_t)fresh * d;
     RowTable both;
     uint8_t adapted[MAX_ROWS];
-    embed(stream, ids, n, p);
+    embed(branch, ids, n, p);
     memcpy(x, p + (size_t)old * d, (size_t)fresh * d * sizeof(float));
     for (int r = 0; r < total; r++) {
-        int from = r < fresh ? old + r : r - fresh; // they write what the stream's rows read
+        int from = r < fresh ? old + r : r - fresh; // they write what the branch's rows read
         set_row(&both, r, rows->seq[from], r < fresh ? rows->slot[from] : -1, rows->pos[from],
                 rows->prefix[from], rows->tree[from]);
         adapted[r] = r >= fresh;
     }
-    make_room(work, stream->shape, stream->adapters != NULL);
-    Level level = {.norm_out = stream->norm_out};
-    if (stream->carry.weight && carried)
+    make_room(work, branch->shape, branch->adapters != NULL);
+    Level level = {.norm_out = branch->norm_out};
+    if (branch->carry.weight && carried)
         level.carry =
-            (Product){&stream->carry, carried, stream->carry_norm, p, n, ADD, stream->carry_eps};
-    if (stream->fuse_stream.weight)
+            (Product){&branch->carry, carried, branch->carry_norm, p, n, ADD, branch->carry_eps};
+    if (branch->fuse_stream.weight)
         level.fuse_stream = (Product){
-            &stream->fuse_stream, p, stream->fuse_stream_norm, p, n, STORE, stream->carry_eps};
-    if (stream->fuse_carried.weight && carried)
+            &branch->fuse_stream, p, branch->fuse_stream_norm, p, n, STORE, branch->carry_eps};
+    if (branch->fuse_carried.weight && carried)
         level.fuse_carried =
-            (Product){&stream->fuse_carried, carried, stream->fuse_carried_norm, p, n, ADD,
-                      stream->carry_eps};
+            (Product){&branch->fuse_carried, carried, branch->fuse_carried_norm, p, n, ADD,
+                      branch->carry_eps};
     Rows all = rows_of(&both, 0, total, around->capacity);
     all.adapted = adapted;
-    level.layers = (LayerCall){.shape = stream->shape,
-                               .layers = stream->layers,
+    level.layers = (LayerCall){.shape = branch->shape,
+                               .layers = branch->layers,
                                .caches = around->caches,
-                               .adapters = stream->adapters,
+                               .adapters = branch->adapters,
                                .rows = all,
                                .x = x,
-                               .stop = stream->exit_layer};
-    if (stream->merged) {
-        level.layers.layers = stream->merged;
+                               .stop = branch->exit_layer};
+    if (branch->merged) {
+        level.layers.layers = branch->merged;
         level.layers.adapters = NULL;
         level.layers.key_rows = fresh;
     }
-    if (stream->block_shape) {
-        make_room(work, stream->block_shape, 0);
+    if (branch->block_shape) {
+        make_room(work, branch->block_shape, 0);
         Rows own = *rows;
         own.adapted = NULL;
         own.capacity = around->block_capacity;
         // of a token that is committed already the block's keys and values are all that is read
-        level.block = (LayerCall){.shape = stream->block_shape,
-                                  .layers = stream->block,
+        level.block = (LayerCall){.shape = branch->block_shape,
+                                  .layers = branch->block,
                                   .caches = around->block_cache,
                                   .rows = own,
                                   .x = p,
                                   .stop = 1,
                                   .key_rows = old};
-        if (stream->block->norm_beside)
-            level.block.beside = put_aside(work, stream, carried, n, p);
+        if (branch->block->norm_beside)
+            level.block.beside = put_aside(work, branch, carried, n, p);
     }
     if (around->head)
         level.head =
@@ -115,30 +115,30 @@ void draft_level(Workspace *work, const Stream *stream, const Surroundings *arou
 }
 
 // The same for any number of rows.
-void mr_stream_step(Workspace *work, const Stream *stream, const LayerCache *caches,
+void mr_stream_step(Workspace *work, const Branch *branch, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x) {
-    int n = rows->count, d = stream->shape->hidden, old = n - fresh;
+    int n = rows->count, d = branch->shape->hidden, old = n - fresh;
     size_t row_bytes = (size_t)d * sizeof(float);
     Surroundings around = {.caches = caches,
                            .block_cache = block_cache,
                            .capacity = rows->capacity,
                            .block_capacity = block_capacity};
     if (n + fresh <= MAX_ROWS) {
-        draft_level(work, stream, &around, ids, rows, fresh, carried, x);
+        draft_level(work, branch, &around, ids, rows, fresh, carried, x);
         return;
     }
     for (int r = 0; r < old; r += MAX_ROWS) {
         int take = old - r < MAX_ROWS ? old - r : MAX_ROWS;
         Rows some = some_rows(rows, r, take);
-        draft_level(work, stream, &around, ids + r, &some, 0,
+        draft_level(work, branch, &around, ids + r, &some, 0,
                     carried ? carried + (size_t)r * d : NULL, x + (size_t)(fresh + r) * d);
     }
     float *both = fresh ? malloc(MAX_ROWS * row_bytes) : NULL;
     for (int r = 0; r < fresh; r += MAX_ROWS / 2) {
         int take = fresh - r < MAX_ROWS / 2 ? fresh - r : MAX_ROWS / 2;
         Rows some = some_rows(rows, old + r, take);
-        draft_level(work, stream, &around, ids + old + r, &some, take,
+        draft_level(work, branch, &around, ids + old + r, &some, take,
                     carried ? carried + (size_t)(old + r) * d : NULL, both);
         memcpy(x + (size_t)r * d, both, take * row_bytes);
         memcpy(x + (size_t)(n + r) * d, both + (size_t)take * d, take * row_bytes);

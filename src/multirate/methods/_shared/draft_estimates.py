@@ -12,9 +12,9 @@ import numpy as np
 from multirate.decoding.speculate.acceptance_statistics import Calibration, ContinuationRates
 from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.step_costs import StepCosts
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
-from multirate.methods._shared.stream_config import StreamDecodeConfig
 
 LOSSY_COSTS = StepCosts(
     plain_step=1.0,
@@ -41,7 +41,7 @@ NO_MATCH = Match([], 0)
 
 
 @dataclass
-class StreamEstimates:
+class DraftEstimates:
     """draft_threshold, verify_threshold: [nodes], of the current step.
     policy: sets thresholds that the settings leave open, and chooses what to draft with; None:
         both are set, or costs are still to be measured.
@@ -55,8 +55,8 @@ class StreamEstimates:
     calibration: Calibration | None = None
 
     @staticmethod
-    def of(config: StreamDecodeConfig, nodes: int, lookup: Lookup) -> StreamEstimates:
-        """Of a stream that has drafted nothing yet, of up to `nodes` nodes."""
+    def of(config: BranchDecodeConfig, nodes: int, lookup: Lookup) -> DraftEstimates:
+        """Of a branch that has drafted nothing yet, of up to `nodes` nodes."""
         draft_threshold, verify_threshold = (
             np.full(nodes, fixed if chosen is None else chosen, np.float64)
             for chosen, fixed in (
@@ -65,13 +65,13 @@ class StreamEstimates:
             )
         )
         rates = ContinuationRates(lookup.longest, lookup.told)
-        return StreamEstimates(rates, draft_threshold, verify_threshold)
+        return DraftEstimates(rates, draft_threshold, verify_threshold)
 
     def go_by(self, policy: BudgetPolicy) -> None:
         """From now on it sets the thresholds that the settings leave open."""
         self.policy, self.calibration = policy, Calibration()
 
-    def price(self, config: StreamDecodeConfig, sequences: int) -> None:
+    def price(self, config: BranchDecodeConfig, sequences: int) -> None:
         """Thresholds of the next step, from the costs where the settings leave them open."""
         if self.policy is None:
             return
@@ -89,40 +89,40 @@ class StreamEstimates:
         nodes: int,
         *,
         match: Match,
-        streamed: bool,
+        own: bool,
         draft_seconds: float | None = None,
     ) -> None:
-        """What came true of a step's draft. tree: with the nodes that the stream or the text gave,
+        """What came true of a step's draft. tree: with the nodes that the branch or the text gave,
         where these are known; path: the accepted ones; nodes: how many there were. match: of the
-        text, before the step; streamed: whether the stream drafted. draft_seconds: what making it
+        text, before the step; own: whether the branch drafted. draft_seconds: what making it
         took; None: unknown.
         """
-        if streamed and self.continuations.longest and tree.drafted + 1 not in tree.trusted:
-            # else the continuation begins with a trusted token, which nobody has judged
+        if own and self.continuations.longest and tree.drafted + 1 not in tree.unverified:
+            # else the continuation begins with an unverified token, which nobody has judged
             self.continuations.observe(tree.origin, *tree.accepted(path))
         if self.policy is None:
             return
-        levels = max(tree.depth[: tree.drafted + 1]) + 1 if streamed else 0
+        levels = max(tree.depth[: tree.drafted + 1]) + 1 if own else 0
         self.policy.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
         if match.matched:
             best = tree.best and tree.best[0]
             self.continuations.observe_text(match.continuation, match.matched, emitted, best)
-        if streamed:
+        if own:
             self._calibrate(emitted[0], tree, set(path))
 
     def _calibrate(self, first: int, tree: DraftTree, accepted: set[int]) -> None:
-        """Whether the stream was right in what verification has judged: its best token, which is
+        """Whether the branch was right in what verification has judged: its best token, which is
         known in any case, and the children of accepted nodes.
         """
         if self.calibration is None:
             return
         best = tree.best
-        if best is not None and not tree.trusts_best:
+        if best is not None and not tree.best_is_unverified:
             self.calibration.observe_one(best[1], best[0] == first)
         for node, (parent, token, sure) in enumerate(
             zip(tree.parents, tree.tokens, tree.confidence, strict=True), start=1
         ):
             told = not parent and best is not None and token == best[0]
-            judged = sure >= 0 and parent in accepted and node not in tree.trusted
+            judged = sure >= 0 and parent in accepted and node not in tree.unverified
             if judged and not told:
                 self.calibration.observe_one(sure, node in accepted)

@@ -22,7 +22,7 @@ from .helpers import ScriptedDrafter, random_tree, tiny
 PROMPTS = [[3, 7, 1, 9], [5], [2, 2, 8, 4, 11, 6, 1]]
 
 
-class Trusting(ScriptedDrafter):
+class Unverified(ScriptedDrafter):
     """Trusts some of the only children of random trees."""
 
     def __init__(self, decoder: Any, start: int, seed: int) -> None:
@@ -40,7 +40,7 @@ class Trusting(ScriptedDrafter):
     def draft(self, request: DraftRequest) -> list[Draft]:
         drafts = super().draft(request)
         for draft, (b, limit) in zip(drafts, request.pairs, strict=True):
-            draft.trusted = frozenset(
+            draft.unverified = frozenset(
                 node
                 for node, parent in enumerate(draft.parents, start=1)
                 if draft.parents.count(parent) == 1 and self.rng.random() < 0.6
@@ -50,7 +50,7 @@ class Trusting(ScriptedDrafter):
         return drafts
 
     def trusted_places(self, b: int, text: list[int]) -> set[int]:
-        """Where trusted nodes were arrived at, by walking down each draft along the text."""
+        """Where unverified nodes were arrived at, by walking down each draft along the text."""
         places = set()
         for (seq, place), draft in self.made.items():
             node: int | None = 0
@@ -68,7 +68,7 @@ class Trusting(ScriptedDrafter):
 @pytest.mark.parametrize("penalty", [1.0, 1.5])
 def test_what_is_not_trusted_is_the_models_after_the_same_text(start: int, penalty: float) -> None:
     model, decoder = tiny()
-    drafter = Trusting(decoder, start, seed=start)
+    drafter = Unverified(decoder, start, seed=start)
     step = SpeculativeStep(drafter)
     assert not step.lossless and step.costs(decoder) is None
     sampling = SamplingSettings(repetition_penalty=penalty)
@@ -90,9 +90,9 @@ def test_what_is_not_trusted_is_the_models_after_the_same_text(start: int, penal
         text = [*prompt, *tokens]
         with torch.no_grad():
             logits = model(torch.tensor([text])).logits[0].float()
-        trusted = drafter.trusted_places(b, text)
+        unverified = drafter.trusted_places(b, text)
         for place in range(len(prompt), len(text)):
-            if place in trusted:
+            if place in unverified:
                 early += 1
                 continue
             row = logits[place - 1 : place]
@@ -104,18 +104,18 @@ def test_what_is_not_trusted_is_the_models_after_the_same_text(start: int, penal
 
 
 @pytest.mark.parametrize(
-    ("parents", "trusted"), [([0, 0], 2), ([0, 1, 0], 1), ([0, 1, 1], 3), ([0], 2), ([0], 0)]
+    ("parents", "unverified"), [([0, 0], 2), ([0, 1, 0], 1), ([0, 1, 1], 3), ([0], 2), ([0], 0)]
 )
-def test_a_trusted_node_is_an_only_child(parents: list[int], trusted: int) -> None:
-    with pytest.raises(ValueError, match=f"trusted node {trusted} must be"):
-        Draft([1] * len(parents), parents, trusted=frozenset({trusted})).check()
+def test_a_trusted_node_is_an_only_child(parents: list[int], unverified: int) -> None:
+    with pytest.raises(ValueError, match=f"unverified node {unverified} must be"):
+        Draft([1] * len(parents), parents, unverified=frozenset({unverified})).check()
 
 
 def test_trusted_nodes_are_passed_without_asking_and_cut_with_the_rest() -> None:
-    draft = Draft([5, 6, 7, 8, 9], [0, 1, 1, 2, 3], trusted=frozenset({1, 4, 5}))
+    draft = Draft([5, 6, 7, 8, 9], [0, 1, 1, 2, 3], unverified=frozenset({1, 4, 5}))
     draft.check()
     # the target is asked after node 1 alone, and after the last node for the bonus
     assert accept_greedy(draft, [0, 6, 0, 0, 3, 4]) == ([0, 1, 2, 4], 3)
     assert accept_greedy(draft, [0, 7, 0, 0, 3, 4]) == ([0, 1, 3, 5], 4)
     assert accept_greedy(draft, [0, 2, 0, 0, 3, 4]) == ([0, 1], 2)
-    assert draft.cut(2, 63).trusted == {1} and draft.cut(9, 4).trusted == {1, 4}
+    assert draft.cut(2, 63).unverified == {1} and draft.cut(9, 4).unverified == {1, 4}

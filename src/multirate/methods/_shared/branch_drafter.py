@@ -24,26 +24,26 @@ from multirate.decoding.speculate.acceptance import choose_path
 from multirate.decoding.speculate.budget import Plan
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits, Verified
+from multirate.methods._shared.branch_config import BranchDecodeConfig
 from multirate.methods._shared.branch_reading import BranchReading
 from multirate.methods._shared.draft_choice import DraftChoice
-from multirate.methods._shared.draft_grower import DraftGrower, GrowingDraft, Trusting
+from multirate.methods._shared.draft_grower import DraftGrower, GrowingDraft
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
-from multirate.methods._shared.stream_config import StreamDecodeConfig
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.fused import DraftShape, FusedSequences, FusedStep, Growth, Unverified
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
-_MOST_NODES = 59  # of a draft with trusted tokens: one row of a pass is the last token's
+_MOST_NODES = 59  # of a draft with unverified tokens: one row of a pass is the last token's
 
 
-class StreamDrafter(Drafter):
-    """Drafts with a stream on any decoder; on the native one steps are fused.
+class BranchDrafter(Drafter):
+    """Drafts with a branch on any decoder; on the native one steps are fused.
 
-    start: layers of the model that the stream's runner runs of the drafted rows. refresh: whether
-    the stream has K/V of its own. carry: whether it reads a carried residual. min_probability: a
+    start: layers of the model that the branch's runner runs of the drafted rows. backfill: whether
+    the branch has K/V of its own. carry: whether it reads a carried residual. min_probability: a
     node whose own is lower is not drafted from.
     """
 
@@ -51,20 +51,20 @@ class StreamDrafter(Drafter):
         self,
         decoder: Decoder,
         runner: DraftRunner,
-        config: StreamDecodeConfig,
+        config: BranchDecodeConfig,
         *,
         start: int = 0,
-        refresh: bool = True,
+        backfill: bool = True,
         carry: bool = True,
-        trusting: Trusting | None = None,
+        unverified: Unverified | None = None,
         min_probability: float = 0.0,
     ) -> None:
         self.decoder, self.runner, self.config = decoder, runner, config
         self._lookup = Lookup.of(config.texts, decoder) if config.lookup else Lookup(0)
-        self._trusting = trusting
-        lossless, self._most = trusting is None, config.nodes
-        if trusting is not None:
-            self._most = max(self._most, min(_MOST_NODES, config.nodes + trusting.nodes))
+        self._unverified = unverified
+        lossless, self._most = unverified is None, config.nodes
+        if unverified is not None:
+            self._most = max(self._most, min(_MOST_NODES, config.nodes + unverified.nodes))
         prices = config.draft_threshold is None or config.verify_threshold is None
         self.traits = Traits(
             start=start,
@@ -75,35 +75,33 @@ class StreamDrafter(Drafter):
             looks_up=self._lookup.longest > 0,
         )
         self._expected: tuple[float, ...] = ()
-        self._refresh, self._carry, self._min_probability = refresh, carry, min_probability
+        self._backfill, self._carry, self._min_probability = backfill, carry, min_probability
         self._grower = DraftGrower(
             runner,
             config,
             max_nodes=self._most,
             carry=carry,
-            trusting=trusting,
+            unverified=unverified,
         )
         self._cache: KVCache | None = None
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
         runner.see(config.window)
         packed = runner.packed
         self._fused = None if packed is None else packed.fused(self._shape(), self._lookup)
-        self._reading = BranchReading(runner, self._fused, refresh)
+        self._reading = BranchReading(runner, self._fused, backfill)
         self._choice = DraftChoice(config, self._lookup, self._most, lossless, self._fused)
 
     def _shape(self) -> DraftShape:
-        config, trusting = self.config, self._trusting
-        unverified = None
-        if trusting is not None:
-            nodes = self._most - config.nodes
-            unverified = Unverified(trusting.threshold, nodes, trusting.by_arla)
+        config, unverified = self.config, self._unverified
+        if unverified is not None:
+            unverified = replace(unverified, nodes=self._most - config.nodes)
         return DraftShape(
             config.nodes,
             config.width,
             self._candidates,
             config.SHARPNESS,
             self._min_probability,
-            self._refresh,
+            self._backfill,
             unverified,
         )
 
@@ -146,16 +144,16 @@ class StreamDrafter(Drafter):
         self._cache, self._sampler = cache, sampler
         self._trees = {}
         self._choice.begin(sampler)
-        self._grower.refused = -np.inf
+        self._grower.rejected = -np.inf
         if self._fused is not None:
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     @property
-    def refused(self) -> float | None:
+    def rejected(self) -> float | None:
         if self.traits.lossless:
             return None
-        fused = -np.inf if self._fused is None else self._fused.refused
-        return max(self._grower.refused, fused)
+        fused = -np.inf if self._fused is None else self._fused.rejected
+        return max(self._grower.rejected, fused)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):
@@ -202,7 +200,7 @@ class StreamDrafter(Drafter):
         fused, seqs = self._fused, request.seqs
         if fused is None:
             return None
-        if self._trusting is not None and not self._sampler.plain:
+        if self._unverified is not None and not self._sampler.plain:
             return None  # drawn tokens: the kernel trusts none
         if len(seqs) > 1 and not self._sampler.by_argmax:
             return None
@@ -240,22 +238,22 @@ class StreamDrafter(Drafter):
             known.verify_threshold,
             deepest,
             known.continuations.draft_accepted,
-            stream=copied is None,
+            own=copied is None,
         )
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:
-        waiting, known = self._reading.waiting.pop(seq), self._choice.estimates(seq)
+        pending, known = self._reading.pending.pop(seq), self._choice.estimates(seq)
         fused.enter(
             seq,
-            [*waiting.ids, last_token],
-            torch.cat([*waiting.carried, waiting.last[None]]),
+            [*pending.ids, last_token],
+            torch.cat([*pending.carried, pending.last[None]]),
             self._sampler.tokens[seq] if self._lookup.longest else None,
             known.continuations,
             known.calibration,
         )
 
     def draft(self, request: DraftRequest) -> list[Draft]:
-        """One pass of both streams per level, all sequences in it whose draft is the stream's."""
+        """One pass of both rows per level, all sequences in it whose draft is the branch's."""
         made: dict[int, Draft] = {}
         drafted: list[int] = []
         for part, plan in self._plans(request):
@@ -289,7 +287,7 @@ class StreamDrafter(Drafter):
             seq,
             length,
             last_token,
-            self._reading.waiting[seq],
+            self._reading.pending[seq],
             known,
             self._choice.text_of(seq) if self._lookup.longest else None,
             tree,

@@ -30,7 +30,7 @@ class Interval:
     scores: Mapping[str, list[float]] = field(default_factory=dict)
 
 
-class StreamTracer(ABC):
+class BranchTracer(ABC):
     """Runs the stream over a text that the model reads, every state true: nothing is drafted.
 
     gates: layers run at each of them.

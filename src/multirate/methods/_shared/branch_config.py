@@ -1,4 +1,4 @@
-"""Settings of drafts that grow from a trained draft branch (stream_drafter.py)."""
+"""Settings of drafts that grow from a trained draft branch (branch_drafter.py)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
-class StreamDecodeConfig(LookupConfig):
+class BranchDecodeConfig(LookupConfig):
     """How draft trees grow. Shared by m2r2, m2r2-carry, eagle, eagle3 and kangaroo."""
 
     SHARPNESS: ClassVar[float] = 2.0

@@ -55,7 +55,7 @@ class Unverified(ScriptedDrafter):
         for (seq, place), draft in self.made.items():
             node: int | None = 0
             while seq == b and node is not None and place < len(text):
-                sure = draft.trusted_child(node)
+                sure = draft.unverified_child(node)
                 if sure is not None:
                     assert draft.tokens[sure - 1] == text[place]
                     places.add(place)

@@ -5,7 +5,7 @@
 // One level of a draft: the carry, the layers of both kinds of rows up to the exit layer, the
 // fusion, the block and the head, without returning to one thread in between.
 typedef struct {
-    Product carry, fuse_stream, fuse_carried, head; // linear NULL: none
+    Product carry, fuse_branch, fuse_carried, head; // linear NULL: none
     LayerCall layers, block;                        // layers NULL: none
     const float *norm_out;
 } Level;
@@ -17,8 +17,8 @@ static void run_level(Workspace *work, void *context, int id, int threads) {
         barrier(work, threads);
     }
     run_layers(work, &level->layers, id, threads);
-    if (level->fuse_stream.linear) {
-        run_product_in_place(work, &level->fuse_stream, id, threads);
+    if (level->fuse_branch.linear) {
+        run_product_in_place(work, &level->fuse_branch, id, threads);
         // each thread adds to the outputs that it has just written
         if (level->fuse_carried.linear)
             run_product(work, &level->fuse_carried, id, threads);
@@ -70,9 +70,9 @@ void draft_level(Workspace *work, const Branch *branch, const Surroundings *arou
     if (branch->carry.weight && carried)
         level.carry =
             (Product){&branch->carry, carried, branch->carry_norm, p, n, ADD, branch->carry_eps};
-    if (branch->fuse_stream.weight)
-        level.fuse_stream = (Product){
-            &branch->fuse_stream, p, branch->fuse_stream_norm, p, n, STORE, branch->carry_eps};
+    if (branch->fuse_branch.weight)
+        level.fuse_branch = (Product){
+            &branch->fuse_branch, p, branch->fuse_branch_norm, p, n, STORE, branch->carry_eps};
     if (branch->fuse_carried.weight && carried)
         level.fuse_carried =
             (Product){&branch->fuse_carried, carried, branch->fuse_carried_norm, p, n, ADD,
@@ -115,7 +115,7 @@ void draft_level(Workspace *work, const Branch *branch, const Surroundings *arou
 }
 
 // The same for any number of rows.
-void mr_stream_step(Workspace *work, const Branch *branch, const LayerCache *caches,
+void mr_branch_step(Workspace *work, const Branch *branch, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x) {
     int n = rows->count, d = branch->shape->hidden, old = n - fresh;

@@ -278,7 +278,7 @@ static void run_together(Workspace *work, const SpeculativeStep *step, Together 
     level->count = level->fresh = 0;
 }
 
-// The refreshed and the last tokens of trees [begin, end).
+// The backfilled and the last tokens of trees [begin, end).
 static void run_last_tokens(Workspace *work, const Tree *trees, int begin, int end,
                             const Levels *room) {
     const SpeculativeStep *first = trees->step;
@@ -287,15 +287,15 @@ static void run_last_tokens(Workspace *work, const Tree *trees, int begin, int e
     level.count = level.fresh = 0;
     for (int s = begin; s < end; s++) {
         const SpeculativeStep *step = trees[s].step;
-        for (int r = 0; r < step->refresh; r++) {
-            int slot = step->length - step->refresh + r, id = step->first + r;
+        for (int r = 0; r < step->backfill; r++) {
+            int slot = step->length - step->backfill + r, id = step->first + r;
             add_row(&level, room, &trees[s], slot, slot, 0, step->ids[id],
                     step->carried + (size_t)id * d, -1);
         }
     }
     for (int s = begin; s < end; s++) {
         const SpeculativeStep *step = trees[s].step;
-        int id = step->first + step->refresh;
+        int id = step->first + step->backfill;
         add_row(&level, room, &trees[s], step->length, step->length, 0, step->ids[id],
                 step->carried + (size_t)id * d, 0);
     }
@@ -317,7 +317,7 @@ static void begin_trees(Workspace *work, SpeculativeStep *const *steps, Tree *tr
         t->frontier[0] = 0;
         t->front = t->ran = 1;
         t->at = s;
-        int taken = steps[s]->refresh + 2;
+        int taken = steps[s]->backfill + 2;
         if (rows + taken > MAX_ROWS) {
             run_last_tokens(work, trees, first, s, room);
             first = s;

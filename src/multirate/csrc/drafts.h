@@ -15,22 +15,22 @@ typedef struct {
 } Surroundings;
 
 // The embeddings of ids [count], as they enter layer 0.
-static inline void embed(const Stream *stream, const int64_t *ids, int count, float *x) {
-    const Shape *shape = stream->shape;
-    mr_embed(stream->table, ids, count, shape->hidden, shape->embed_scale, x);
+static inline void embed(const Branch *branch, const int64_t *ids, int count, float *x) {
+    const Shape *shape = branch->shape;
+    mr_embed(branch->table, ids, count, shape->hidden, shape->embed_scale, x);
 }
 
 // Where the residuals that a draft leaves behind (`hidden`) go on: with merged layers the target
 // model has not run yet.
-static inline int entering_layer(const Stream *stream) {
-    return stream->merged ? 0 : stream->exit_layer;
+static inline int entering_layer(const Branch *branch) {
+    return branch->merged ? 0 : branch->exit_layer;
 }
 
-// ids [n]: rows of the stream. Of the last `fresh` the target model runs a row, too: x is
+// ids [n]: rows of the branch. Of the last `fresh` the target model also runs a row: x is
 // [fresh + n, d], its rows first, n + fresh <= MAX_ROWS. carried [n, d] or NULL. On return x holds
-// the stream's outputs after the target rows' residuals at the exit layer; of a stream with merged
+// the branch's outputs after the target rows' residuals at the exit layer; of a branch with merged
 // layers the target rows leave their keys and values and stay as they enter layer 0.
-void draft_level(Workspace *work, const Stream *stream, const Surroundings *around,
+void draft_level(Workspace *work, const Branch *branch, const Surroundings *around,
                  const int64_t *ids, const Rows *rows, int fresh, const float *carried, float *x);
 
 // The noise of the place `ahead` places after `noise`'s.
@@ -40,7 +40,7 @@ static inline Noise noise_ahead(const Noise *noise, int ahead) {
     return there;
 }
 
-// Whole draft trees of `count` sequences, which share their stream, head and caches: a level of all
+// Whole draft trees of `count` sequences, which share their branch, head and caches: a level of all
 // of them is one pass (the rules in Python: DraftTree; a test holds the two together). Fills each
 // step's tokens, parents, hidden (the target model's residuals entering entering_layer), drafted
 // and text. Uses (capacity + 1) * hidden floats of each step's scratch.

@@ -83,7 +83,7 @@ static int draft_from_text(SpeculativeStep *step) {
             step->confidence[i] = -1.0;
     }
     text->continued = n;
-    embed(branch, step->ids + step->first + step->refresh, 1, step->hidden);
+    embed(branch, step->ids + step->first + step->backfill, 1, step->hidden);
     embed(branch, step->tokens, n, step->hidden + d);
     return n;
 }
@@ -116,19 +116,19 @@ static int verification_rows(const SpeculativeStep *step, RowTable *table) {
 static int draft(Workspace *work, SpeculativeStep *const *steps, int count) {
     const Branch *branch = steps[0]->branch;
     double begin = seconds_now();
-    int streaming = 0;
+    int drafting = 0;
     for (int s = 0; s < count; s++) {
         SpeculativeStep *step = steps[s];
         Text *text = &step->text;
         text->drafted = text->continued = text->matched = 0;
         step->best = -1;
         step->unverified_nodes = step->unverified_tokens = 0;
-        streaming += step->draft_head && step->limits->own;
+        drafting += step->draft_head && step->limits->own;
     }
-    if (streaming)
-        draft_trees(work, steps, streaming);
-    int start = streaming ? entering_layer(branch) : 0;
-    for (int s = streaming; s < count; s++) {
+    if (drafting)
+        draft_trees(work, steps, drafting);
+    int start = drafting ? entering_layer(branch) : 0;
+    for (int s = drafting; s < count; s++) {
         SpeculativeStep *step = steps[s];
         RowTable table;
         step->drafted = draft_from_text(step);

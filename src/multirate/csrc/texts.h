@@ -3,15 +3,15 @@
 #define MULTIRATE_TEXTS_H
 #include "include/speculate.h"
 
-// Nodes of a draft at most, trusted ones included.
+// Nodes of a draft at most, unverified ones included.
 static inline int node_capacity(const DraftLimits *limits) {
-    return limits->nodes + (limits->trust ? limits->trust->nodes : 0);
+    return limits->nodes + (limits->rule ? limits->rule->nodes : 0);
 }
 
 // How many tokens of a continuation make a better draft below node `n`, the last of a chain, of
-// path probability `here`, than going on with the stream, whose best token has probability `own`.
+// path probability `here`, than going on with the branch, whose best token has probability `own`.
 // first, next: the chance that its first token, and each later one, is accepted. At most `most`; 0:
-// the stream is better.
+// the branch is better.
 int worth_continuing(const DraftLimits *limits, double first, double next, int most, double here,
                      double own, int n);
 

@@ -108,7 +108,7 @@ class Agreement:
 @dataclass(frozen=True)
 class DraftBranch:
     """A residual beside the model's own: x = embedding + carry(c), layers [0, exit_layer) with
-    `adapters`, x = fuse_stream(x) + fuse_carried(c), `layer`, norm_out.
+    `adapters`, x = fuse_branch(x) + fuse_carried(c), `layer`, norm_out.
 
     c is what is carried: of a verified token's predecessor h_L or `features`, of a drafted one's
     the branch's own output.
@@ -117,7 +117,7 @@ class DraftBranch:
     exit_layer: int = 0
     adapters: Mapping[int, LayerAdapter] | None = None
     carry: Linear | None = None
-    fuse_stream: Linear | None = None
+    fuse_branch: Linear | None = None
     fuse_carried: Linear | None = None
     layer: BranchLayer | None = None
     norm_in: Tensor | None = None

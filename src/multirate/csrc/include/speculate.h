@@ -17,9 +17,9 @@ typedef struct {
     const Table *table;             // the embedding
     Linear carry;                   // applied to the carried residual; weight NULL: none
     const float *carry_norm;        // [hidden]
-    Linear fuse_stream;             // after the exit layer, x = fuse_stream(x) …
+    Linear fuse_branch;             // after the exit layer, x = fuse_branch(x) …
     Linear fuse_carried;            // … + fuse_carried(carried residual); weight NULL: no fusion
-    const float *fuse_stream_norm, *fuse_carried_norm; // [hidden]
+    const float *fuse_branch_norm, *fuse_carried_norm; // [hidden]
     const Shape *block_shape;                          // NULL: no block after the exit layer
     const Layer *block;                                // one layer with its own keys and values
     const float *norm_out; // [hidden] an RMSNorm after the block, or NULL
@@ -136,9 +136,9 @@ typedef struct {
                             // best tokens' logits are rescored. NULL: they are not
     const Noise *noise;     // for the token after the last one. NULL: greedy
     const DraftLimits *limits;
-    int32_t length;         // committed tokens
-    int32_t first, refresh; // of ids from `first` on, so many pending tokens refresh the block, at
-                            // most MAX_ROWS - 2; the next one is the last token
+    int32_t length;          // committed tokens
+    int32_t first, backfill; // of ids from `first` on, so many pending tokens fill the block, at
+                             // most MAX_ROWS - 2; the next one is the last token
     // buffers
     Text text;          // tokens NULL: none. Emitted tokens are appended
     int64_t *ids;       // [nodes + 1] in: pending tokens, then the last token; out: emitted tokens
@@ -184,7 +184,7 @@ void mr_automaton_clear(Automaton *automaton);
 // the target rows' residuals at the exit layer, then the branch's outputs, which are valid for new
 // rows; the others only refresh the block's keys and values. With merged layers, target rows only
 // leave their keys and values and enter layer 0 again later.
-void mr_stream_step(Workspace *work, const Branch *branch, const LayerCache *caches,
+void mr_branch_step(Workspace *work, const Branch *branch, const LayerCache *caches,
                     const LayerCache *block_cache, int block_capacity, const Rows *rows, int fresh,
                     const int64_t *ids, const float *carried, float *x);
 

@@ -90,7 +90,7 @@ class Descent:
     def __init__(self, draft: Draft) -> None:
         self._draft = draft
         self.path, self.drafted, self.bonus = [0], list[int](), -1
-        self._pass_trusted()
+        self._pass_unverified()
 
     def follow(self, token: int) -> bool:
         """The target chooses `token` after the last node; returns whether it is a drafted one."""
@@ -100,10 +100,10 @@ class Descent:
             return False
         self.path.append(child)
         self.drafted.append(token)
-        self._pass_trusted()
+        self._pass_unverified()
         return True
 
-    def _pass_trusted(self) -> None:
-        while (child := self._draft.trusted_child(self.path[-1])) is not None:
+    def _pass_unverified(self) -> None:
+        while (child := self._draft.unverified_child(self.path[-1])) is not None:
             self.path.append(child)
             self.drafted.append(self._draft.tokens[child - 1])

@@ -76,14 +76,14 @@ class Draft:
             children.setdefault(edge, node)
         return children
 
-    def trusted_child(self, node: int) -> int | None:
+    def unverified_child(self, node: int) -> int | None:
         """The node below `node` that is accepted unverified; None if what follows it is
         verified.
         """
-        return self._trusted_children.get(node)
+        return self._unverified_children.get(node)
 
     @cached_property
-    def _trusted_children(self) -> dict[int, int]:
+    def _unverified_children(self) -> dict[int, int]:
         return {self.parents[node - 1]: node for node in self.unverified}
 
     def cut(self, depth: int, nodes: int) -> Draft:

@@ -45,7 +45,7 @@ class EagleLayer(FeatureBranch):
     def branch(self) -> DraftBranch:
         weight, d, eps = self.fc.weight, self.base.hidden_size, self.base.norm_eps
         return DraftBranch(
-            fuse_stream=Linear(weight[:, :d], bias=self.fc.bias),
+            fuse_branch=Linear(weight[:, :d], bias=self.fc.bias),
             fuse_carried=Linear(weight[:, d:], self.carried_norm.weight),
             layer=branch_layer(self.attn, self.mlp, eps, norm_mlp=self.mlp_norm),
             head=BranchHead(self.draft_tokens),

@@ -236,7 +236,7 @@ class AcceleratedStream(nn.Module):
             exit_layer=gate,
             adapters={i: a for i, a in self.layer_adapters().items() if i < gate} or None,
             carry=None if carry is None else Linear(carry.proj.weight, carry.norm.weight),
-            fuse_stream=fusion and Linear(fusion.stream.weight, fusion.stream_norm.weight),
+            fuse_branch=fusion and Linear(fusion.stream.weight, fusion.stream_norm.weight),
             fuse_carried=(
                 Linear(fusion.carried.weight, fusion.carried_norm.weight) if mixed else None
             ),

@@ -97,7 +97,7 @@ class NativeBranch(PackedBranch):
         self._packed = decoder.branch(
             adapters=None if self._adapters is None else self._adapters.address,
             **self._linear("carry", branch.carry),
-            **self._linear("fuse_stream", branch.fuse_stream),
+            **self._linear("fuse_branch", branch.fuse_branch),
             **self._linear("fuse_carried", branch.fuse_carried),
             **({} if self._features is None else self._features.fields()),
             norm_in=owner.floats(branch.norm_in),
@@ -157,7 +157,7 @@ class NativeBranch(PackedBranch):
         tokens = np.array(ids, dtype=np.int64)
         x = abi.floats_for(n + fresh, self._decoder.info.hidden_size)
         carried = None if carried is None else carried.float().contiguous()
-        self._library.mr_stream_step(
+        self._library.mr_branch_step(
             self._decoder.workspace.address,
             self._packed,
             cache.address,

@@ -181,11 +181,11 @@ class FusedSteps:
             rule=rule,
             ngram=abi.new("NgramLimits", longest=lookups.longest),
         )
-        self._longest, refresh = lookups.longest, shape.backfill
+        self._longest, backfill = lookups.longest, shape.backfill
         d = decoder.info.hidden_size
         nodes = shape.nodes + (shape.unverified.nodes if shape.unverified else 0)
         self.window = window
-        self.decoder, self.capacity, self._refresh, self.entered = decoder, nodes, refresh, 0
+        self.decoder, self.capacity, self._backfill, self.entered = decoder, nodes, backfill, 0
         room = CAUGHT_UP_WITHIN + nodes + 1
         self._ids = np.zeros(room, np.int64)
         self._carried = torch.zeros(room, d, dtype=torch.float32, device="cpu")
@@ -269,7 +269,7 @@ class FusedSteps:
         self.unread.clear()
         if carried is not None:
             self._carried[0] = carried[-1]
-        if self._refresh and len(ids) > 1:
+        if self._backfill and len(ids) > 1:
             read = carried if self._carries else None
             self.unread.add(ids[:-1], None if read is None else read[:-1].clone())
 
@@ -291,11 +291,11 @@ class FusedSteps:
         limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
         limits.own = branch
         self._read_caches()
-        if self._refresh:
+        if self._backfill:
             self._take_back() if branch else self._set_aside(self.entered)
         self._take_noise()
         self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
-        self.step.first = 0 if self._refresh and branch else self.entered - 1
+        self.step.first = 0 if self._backfill and branch else self.entered - 1
         self.step.backfill = self.entered - 1 - self.step.first
 
     def _take_noise(self) -> None:
@@ -354,7 +354,7 @@ class FusedSteps:
     @property
     def behind(self) -> int:
         """Committed tokens that the branch's own layer has not read with their true residuals."""
-        return len(self.unread) + self.entered - 1 if self._refresh else 0
+        return len(self.unread) + self.entered - 1 if self._backfill else 0
 
     def _set_aside(self, count: int) -> None:
         """So many tokens that would have entered the branch wait for its next draft."""
@@ -478,7 +478,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     )
     x = abi.floats_for(len(ids), first.decoder.info.hidden_size)
     step = first.step
-    library.kernel().mr_stream_step(
+    library.kernel().mr_branch_step(
         first.decoder.workspace.address,
         step.branch,
         step.caches,

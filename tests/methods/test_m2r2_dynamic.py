@@ -177,6 +177,8 @@ def test_a_text_does_not_depend_on_the_rest_of_the_batch(
         "exit_score": "arla",
         "lookup": "sam",
     }
+    if way == "one":  # drafts are seldom made where few of them are accepted
+        settings["exit_thresholds"] = [settings["exit_thresholds"][0] - 0.05]
     chosen = SAMPLINGS[sampling]
     together = run(decoder, stream, sampling=chosen, **settings)
     assert len([n for n in together.stats.exits.values() if n]) > 1

@@ -30,6 +30,7 @@ LAYERS = (
 )
 """From the bottom to the top: a part imports only from parts below it, and from itself."""
 RUNTIME_LAYERS = (
+    ("machine", "time_split", "attention_kernels"),
     ("rows", "noise", "transfer", "finite", "quantised"),
     ("kv_cache",),
     ("fused",),
@@ -38,7 +39,7 @@ RUNTIME_LAYERS = (
     ("decoder",),
     ("hf",),
     ("cuda", "native"),
-    ("load",),
+    ("load", "weight_watch"),
 )
 """The interface, the model's own layers, what is faster than these, and who chooses."""
 LOADING_LAYERS = (("names", "chat_template"), ("explained", "gguf"), ("hub",))
@@ -109,6 +110,13 @@ def test_every_part_has_a_place() -> None:
     placed = {name for layer in LAYERS for name in layer}
     parts = {name.split(".")[1] for name in MODULES if "." in name}
     assert parts == placed
+    for package, layers in (
+        ("runtime", RUNTIME_LAYERS),
+        ("loading", LOADING_LAYERS),
+        ("lab", LAB_LAYERS),
+    ):
+        names = [name.split(".") for name in MODULES if name.startswith(f"multirate.{package}.")]
+        assert {name[2] for name in names} == {name for layer in layers for name in layer}
 
 
 def test_imports_point_down() -> None:

@@ -15,7 +15,7 @@ from multirate.errors import UserError
 from multirate.runtime.native import abi, formats, library
 from multirate.runtime.native.formats import QUANTISABLE, QUANTISED, WeightFormat
 from multirate.runtime.native.packing import Owner
-from multirate.runtime.quantised import QuantisedWeight, Weight
+from multirate.runtime.quantised import BLOCKS, QuantisedWeight, Weight
 
 from .harness import pointer, randn
 
@@ -167,3 +167,7 @@ def test_embeddings_of_a_packed_table() -> None:
     library.kernel().mr_embed(table, abi.tensor(ids), 5, 256, 2.0, pointer(found))
     assert torch.equal(found[:3], dequantised(blocks)[ids[:3]] * 2)
     assert (found[3:] == 0).all()  # no tokens
+
+
+def test_the_loader_and_the_kernel_list_the_same_formats() -> None:
+    assert tuple(one.name for one in QUANTISED) == BLOCKS

@@ -18,7 +18,6 @@ from multirate.loading.hub import load_model, packaged_accelerators
 from multirate.methods import spec
 from multirate.methods.spec import MethodSpec, SecondModel, write_variant
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.load import load_decoder
 from multirate.runtime.machine import machine_name
 from multirate.runtime.quantised import formats, is_quantised
@@ -59,7 +58,7 @@ class MethodSteps:
     @property
     def backend(self) -> str:
         """ "native" or "hf"."""
-        return "hf" if isinstance(self.decoder, HFDecoder) else "native"
+        return self.decoder.backend
 
     @property
     def machine(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -94,6 +94,8 @@ class Decoder(ABC):
     """A decoder-only language model, as the loops see it. All methods run without gradients."""
 
     info: DecoderInfo
+    backend: ClassVar[str] = "hf"
+    """Its name in `BACKENDS` (load.py)."""
     runs_the_model = True
     """Whether calls change the model or run its modules, so that its decoders must take turns."""
     unread_bytes = 0

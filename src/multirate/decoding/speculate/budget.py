@@ -37,23 +37,23 @@ now = time.perf_counter
 
 _MEMORY = 0.98  # of the seconds per token: about the last fifty steps
 _TIMED_MEMORY = 0.95  # of the ratios
-_TIMED_STEPS = (
-    4.0  # that a first guess of 1 for those of own drafts counts as; for the machine's: 1
-)
+_TIMED_STEPS = 4.0  # steps' worth of evidence that a ratio's first value of 1 counts as
 _SLOWEST = 20.0  # a ratio is at most this, and at least 1 / this
-_INTERRUPTED = 3.0  # a step that takes so many times what was expected was interrupted
+_INTERRUPTED = 3.0  # times the expected seconds: what takes longer was interrupted
 _THRESHOLDS = 0.02, 0.9  # least and greatest path probability that a node must have
-_EXPLORED = 0.01  # of the time, for own drafts that are worth less
-_MOST_CREDIT = 2.0  # plain steps' time that is saved for them at most
-_GUESSED, _GUESSED_STEPS = 0.8, 3.0  # tokens that own drafts add to a step, where no card says it
-_CARD_LEVELS, _CARD_STEPS = 5, 8.0  # levels of a card's acceptance, and the steps they count as
-_RESTED = 3  # steps without own drafts, after which the next with them is not timed: what it reads
-# has left the caches
+_EXPLORED = 0.01  # share of the time for trying own drafts that are worth less
+_MOST_CREDIT = 2.0  # cap of the time saved for that, in plain steps
+_GUESSED, _GUESSED_STEPS = 0.8, 3.0  # tokens that own drafts add to a step if no model card gives
+# them, and how many steps' worth of evidence this counts as
+_CARD_LEVELS, _CARD_STEPS = 5, 8.0  # the same with a card: by its acceptance of so many levels
+_RESTED = 3  # after so many steps without own drafts, the first one with them is not timed: the
+# processor's caches are cold
 _HORIZON = 128  # tokens over which own drafts pay for the rows that they catch up on
-_COMPARED = 2  # plain steps of a batch, before it drafts
-_COMPARED_WITHIN = 8  # steps after one without own drafts, whose seconds are compared with its own
-_RAGGED = 0.35  # times √(ln n) for n sequences, as the largest of n sums grows: how much more a
-# node of a batch must bring, because the batch lasts as long as its slowest sequence
+_COMPARED = 2  # plain steps of a batch before it drafts
+_COMPARED_WITHIN = 8  # a step with own drafts corrects `own` if a step without them was at most so
+# many steps ago, and `machine` otherwise
+_RAGGED = 0.35  # a batch ends with its slowest sequence, so a drafted token of n sequences counts
+# as 1 / (1 + _RAGGED √ln n): the largest of n sums grows like this
 
 
 class Plan(NamedTuple):
@@ -104,8 +104,8 @@ class BudgetPolicy:
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
         self._step = _StepUnderWay(Plan(True), 1)
         self._last: float | None = None
-        self._rested = _RESTED  # steps without own drafts, last of all
-        self._try_again = False  # own drafts, because their last step was not timed
+        self._rested = _RESTED  # steps since the last one with own drafts
+        self._try_again = False  # whether to repeat own drafts, because their step was not timed
         self._credit = 0.0  # seconds for trying own drafts that are worth less
         self._unsuited = 0  # texts in a row that own drafts did not suit
         self._suited: bool | None = None  # whether own drafts suited the text when last asked
@@ -131,7 +131,7 @@ class BudgetPolicy:
         if self._last is not None:
             self._took(begin - self._last)
         self._last = begin
-        if sequences != self._step.sequences:  # until more is known, a token takes its share
+        if sequences != self._step.sequences:  # rescale by what a plain step of a sequence costs
             before = self._step.sequences
             self._seconds *= self._plain(sequences) / sequences / (self._plain(before) / before)
         self._speed = self._speed_of(sequences)
@@ -144,7 +144,7 @@ class BudgetPolicy:
         verify = self._prices_of(sequences).each * machine
         draft = verify + level / sequences
         # the further one sequence of a batch gets ahead, the less another token of it is worth
-        ahead = self._ending_sooner(sequences) ** np.arange(1, self.nodes + 1)
+        ahead = self._batch_discount(sequences) ** np.arange(1, self.nodes + 1)
         worth = self._per_token * ahead
         return _within(draft / worth), _within(verify / worth)
 
@@ -165,7 +165,7 @@ class BudgetPolicy:
         """
         found = [self._text_worth(matched, most) for matched, most in matches]
         lengths = tuple(length for length, _ in found)
-        text = sum(worth for _, worth in found) * self._ending_sooner(len(matches))
+        text = sum(worth for _, worth in found) * self._batch_discount(len(matches))
         own = self._own_worth([matched for matched, _ in matches])
         catching_up = self._catching_up(behind)
         chosen = self._suited = (
@@ -179,7 +179,8 @@ class BudgetPolicy:
             chosen = True
         elif not chosen:
             loss = max(text - own, 0.0) * self._per_token + catching_up
-            # a loss beyond all credit is a guess that may be wrong: it is tried, and paid off later
+            # at full credit even what costs more is tried: the loss is only an estimate. Negative
+            # credit is earned back
             affordable = loss <= self._credit or self._credit >= self._most_credit
             if affordable or (self._try_again and not any(lengths)):
                 chosen = True
@@ -203,7 +204,7 @@ class BudgetPolicy:
         step.draft_seconds = draft_seconds
         step.levels = max(step.levels, levels)
         step.nodes.append(nodes)
-        self._tokens += 1 + (tokens - 1) * self._ending_sooner(step.sequences)
+        self._tokens += 1 + (tokens - 1) * self._batch_discount(step.sequences)
         if step.plan.own:
             self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
 
@@ -236,7 +237,7 @@ class BudgetPolicy:
         speed, plain = self._speed, self._plain(sequences)
         seconds = speed.own_seconds(plain + rows, self._drafting(levels))
         seconds -= speed.machine.value * plain
-        return tokens * self._ending_sooner(sequences) - seconds / self._per_token
+        return tokens * self._batch_discount(sequences) - seconds / self._per_token
 
     def _took(self, seconds: float) -> None:
         """The step under way has ended."""
@@ -288,8 +289,8 @@ class BudgetPolicy:
             return costs.plain_step
         return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
 
-    def _ending_sooner(self, sequences: int) -> float:
-        """The share of a batch's drafted tokens that makes it end earlier."""
+    def _batch_discount(self, sequences: int) -> float:
+        """What a drafted token of a batch counts as: only some make the batch end earlier."""
         return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
 
     def _drafted_of(self, sequences: int) -> DraftedSteps:
@@ -366,13 +367,13 @@ class _Ratio:
 
 
 class _Speed:
-    """Timed over expected seconds, of late: of all steps (`machine`), beyond that of steps with own
-    drafts (`own`), and of drafting alone (`drafting`).
+    """Three correction factors, recent timed seconds over expected ones: `machine` for every step,
+    `own` on top for steps with own drafts, `drafting` on top for the drafting in them.
 
-    Steps with own drafts alone cannot tell a slow machine from slow drafts. They therefore correct
-    `own` only soon after a step without them, and else `machine`.
+    While all steps have own drafts, a slow machine looks like slow drafts. Such steps therefore
+    correct `own` only soon after a step without own drafts, and `machine` otherwise.
 
-    machine, plain, drafting: the expected seconds that the first guesses of 1 count as.
+    machine, plain, drafting: the weight of the factors' first value 1, in expected seconds.
     """
 
     def __init__(self, machine: float, plain: float, drafting: float) -> None:

@@ -18,7 +18,7 @@ from multirate.runtime.rows import Rows
 def speculative_decode(
     decoder: Decoder, propose: Callable[[Sequence[int]], Draft], sampler: Sampler, count: int
 ) -> list[list[int]]:
-    """Continue `sampler.tokens[0]` by at least `count` tokens: the tokens of every step.
+    """Continue `sampler.tokens[0]` by at least `count` tokens; return the tokens of each step.
 
     Every token is the model's own choice after the tokens before it: the argmax or, at a
     temperature, the argmax of logits and the noise of its place. So the text is plain decoding's,
@@ -34,7 +34,7 @@ def speculative_decode(
             text.append(token)
             emitted.append(token)
             child = draft.child(node, token)
-            if child is None:  # the draft has another token here, or ends: the model's corrects it
+            if child is None:  # the draft differs or ends here; so does the step
                 break
             node = child  # accepted: the same pass has the logits after it
         steps.append(emitted)

@@ -57,7 +57,7 @@ class SpeculativeStep(Step):
         self.watch: Watch | None = None
         self._policy: BudgetPolicy | None = None
         self._adapts = False
-        # of the step under way, by sequence; none where the policy has not chosen it
+        # match length by sequence in this step; empty if the policy did not plan it
         self._matched: dict[int, int] = {}
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -130,20 +130,20 @@ class SpeculativeStep(Step):
             for draft, limit in zip(drafts, limits, strict=True)
         ]
         self.drafting_seconds += time.perf_counter() - begin
-        whole = self._verify_whole(session, seqs, last_tokens, drafts)
-        found = self._verify(session, seqs, last_tokens, drafts) if whole is None else [whole]
+        in_place = self._verify_in_one_call(session, seqs, last_tokens, drafts)
+        found = self._verify(session, seqs, last_tokens, drafts) if in_place is None else [in_place]
         for b, draft, verified, bonus in found:
             path = verified.path
             kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
             self._count_exits(session, kept, sum(n in draft.unverified for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
-            self._count(b, len(path), levels, len(draft.tokens))
+            self._tell_policy(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
             verified.path = path[:kept]
-            if whole is None:
+            if in_place is None:
                 length = cache.lengths[b]
                 cache.keep(b, [length + node for node in verified.path])
             else:
@@ -153,7 +153,7 @@ class SpeculativeStep(Step):
                 self.drafter.accept(b, verified)
                 self.drafting_seconds += time.perf_counter() - begin
 
-    def _count(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
+    def _tell_policy(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
         if self._policy is not None and seq in self._matched:
             self._policy.emitted(emitted, levels, nodes, self._matched[seq])
 
@@ -169,7 +169,7 @@ class SpeculativeStep(Step):
         if every is None:
             return False
         for b, done in zip(request.seqs, every, strict=True):
-            self._count(b, len(done.tokens), done.levels, done.drafted)
+            self._tell_policy(b, len(done.tokens), done.levels, done.drafted)
             kept = session.emit(b, done.tokens)
             self._count_exits(session, kept, sum(place < kept for place in done.unverified))
             session.cache.commit(b, kept)
@@ -178,7 +178,7 @@ class SpeculativeStep(Step):
             )
         return True
 
-    def _verify_whole(
+    def _verify_in_one_call(
         self, session: Session, seqs: list[int], last_tokens: list[int], drafts: list[Draft]
     ) -> tuple[int, Draft, Verified, int] | None:
         """Verifies the only active sequence's draft in one call and leaves its K/V in place;
@@ -276,15 +276,16 @@ class SpeculativeStep(Step):
         parts: list[Rows],
     ) -> Tensor:
         """Residuals [N, d] of all last tokens and nodes as they enter layer `start`."""
-        bare = [i for i, draft in enumerate(drafts) if draft.hidden is None]
+        without_hidden = [i for i, draft in enumerate(drafts) if draft.hidden is None]
         entering: list[Tensor | None] = [draft.hidden for draft in drafts]
-        if bare:
-            # these drafters left embedding and the layers below `start` to us: one call for all of
-            # them
-            ids = [token for i in bare for token in (last_tokens[i], *drafts[i].tokens)]
-            bare_parts = [parts[i] for i in bare]
-            x = session.forward(ids, Rows.concat(bare_parts), stop=self.traits.start)
-            for i, part in zip(bare, x.split([len(p) for p in bare_parts]), strict=True):
+        if without_hidden:
+            # these drafts have no `hidden`: one call embeds them and runs the layers below `start`
+            ids = [token for i in without_hidden for token in (last_tokens[i], *drafts[i].tokens)]
+            parts_without = [parts[i] for i in without_hidden]
+            x = session.forward(ids, Rows.concat(parts_without), stop=self.traits.start)
+            for i, part in zip(
+                without_hidden, x.split([len(p) for p in parts_without]), strict=True
+            ):
                 entering[i] = part
         hidden = [part for part in entering if part is not None]
         return hidden[0] if len(hidden) == 1 else torch.cat(hidden)

@@ -1,12 +1,11 @@
-"""Drafts of a trained draft branch: trees of its likeliest tokens, which text lookup may end;
-verification makes them lossless.
+"""Drafts of a trained draft branch: trees of its likeliest tokens, continued with tokens copied
+from the text. Verification makes them lossless.
 
-In a step, the draft branch's rows of the last token and of the tokens accepted since the last draft
-run with their *true* carried residuals; the latter only backfill the K/V of the branch's own layer.
-Every further level runs the new nodes with the branch's own output as carried residual. If the
-branch starts in the model's first layers, all nodes' slow rows go through these in the same calls,
-and verification starts after them (docs/methods/m2r2.md). The runner knows what kind of branch it
-is (draft_runner.py).
+The first level of a draft runs the last token and the tokens accepted since the last draft, with
+residuals carried from the model. The accepted tokens only fill the K/V of the branch's own layer.
+Later levels feed the branch its own output. If the branch starts in the model's first layers, the
+model's own rows of all nodes go through these layers in the same calls, and verification starts
+after them (docs/methods/m2r2.md). The runner knows the kind of branch (draft_runner.py).
 """
 
 from __future__ import annotations
@@ -36,13 +35,13 @@ from multirate.runtime.fused import DraftShape, FusedSequences, FusedStep, Growt
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
-_MOST_NODES = 59  # of a draft with unverified tokens: one row of a pass is the last token's
+_MOST_NODES = 59  # of a draft with unverified tokens: the kernel's 60 rows but the last token's
 
 
 class BranchDrafter(Drafter):
     """Drafts with a branch on any decoder; on the native one steps are fused.
 
-    start: layers of the model that the branch's runner runs of the drafted rows. backfill: whether
+    start: how many of the model's first layers the runner runs for drafted rows. backfill: whether
     the branch has K/V of its own. carry: whether it reads a carried residual. min_probability: a
     node whose own is lower is not drafted from.
     """
@@ -201,7 +200,7 @@ class BranchDrafter(Drafter):
         if fused is None:
             return None
         if self._unverified is not None and not self._sampler.plain:
-            return None  # drawn tokens: the kernel trusts none
+            return None  # sampling: the kernel accepts nothing unverified
         if len(seqs) > 1 and not self._sampler.by_argmax:
             return None
         for seq, last_token in zip(seqs, request.last_tokens, strict=True):
@@ -217,8 +216,8 @@ class BranchDrafter(Drafter):
         return done
 
     def _plans(self, request: DraftRequest) -> Iterator[tuple[DraftRequest, Plan]]:
-        """What the step drafts with, for the sequences that go by the same estimates together."""
-        for group in self._choice.alike(request.seqs):
+        """Parts of the request, one for each set of estimates, with their plans."""
+        for group in self._choice.groups(request.seqs):
             part = request.part(group)
             yield part, self._choice.plan(part, self.behind(part.seqs))
 
@@ -253,7 +252,7 @@ class BranchDrafter(Drafter):
         )
 
     def draft(self, request: DraftRequest) -> list[Draft]:
-        """One pass of both rows per level, all sequences in it whose draft is the branch's."""
+        """Each level is one pass for all sequences that the branch drafts for."""
         made: dict[int, Draft] = {}
         drafted: list[int] = []
         for part, plan in self._plans(request):
@@ -294,9 +293,7 @@ class BranchDrafter(Drafter):
         )
 
     def _depths(self, limit: int) -> tuple[int, int]:
-        """Levels of a draft of at most `limit` tokens below one another, and the depth of any node
-        of it.
-        """
+        """(levels that the branch may draft, maximum depth with copied tokens)."""
         return min(self.config.depth, self.config.nodes, limit), min(self._most, limit)
 
     def _from_text(self, seq: int, count: int) -> Draft:

@@ -25,7 +25,7 @@ class DraftChoice:
     """Chooses by estimates, and learns from what came true.
 
     nodes: maximum number in a draft. fused: the sequences whose text the decoder looks up.
-    drafted: sequences whose step under way the branch drafts.
+    drafted: sequences that the branch drafts for in this step.
     """
 
     def __init__(
@@ -62,9 +62,7 @@ class DraftChoice:
         self.shared.go_by(BudgetPolicy(costs, self._config.nodes, rates, expected))
 
     def _new_estimates(self, costs: StepCosts | None) -> DraftEstimates:
-        """costs: costs by which drafts grow, independent of the clock, where the settings leave
-        thresholds open; None: still to be measured.
-        """
+        """costs: fixed costs for thresholds that the settings leave open; None: measured later."""
         made = DraftEstimates.of(self._config, self._nodes, self._lookup)
         if costs is not None and self._prices:
             rates = made.continuations
@@ -72,8 +70,8 @@ class DraftChoice:
         return made
 
     def estimates(self, seq: int) -> DraftEstimates:
-        """The sequence's. A lossy text must depend neither on the others' of a batch nor on the
-        generations before; what drafts of lossless ones go by is of all of them.
+        """Lossless sequences share one set. A lossy one has its own, so that its text depends
+        neither on its batch nor on earlier generations.
         """
         if self._lossless:
             return self.shared
@@ -81,8 +79,8 @@ class DraftChoice:
             self._own[seq] = self._new_estimates(self._lossy_costs)
         return self._own[seq]
 
-    def alike(self, seqs: Sequence[int]) -> list[list[int]]:
-        """The places of sequences that go by the same estimates, together."""
+    def groups(self, seqs: Sequence[int]) -> list[list[int]]:
+        """Indices into `seqs`, one list for each set of estimates."""
         every = list(range(len(seqs)))
         return [every] if self._lossless else [[i] for i in every]
 
@@ -122,7 +120,7 @@ class DraftChoice:
         return self._texts[seq]
 
     def match(self, seq: int) -> Match:
-        """The text's when the step under way began."""
+        """The match in the text that was found when this step began."""
         return self.matches.get(seq, NO_MATCH)
 
     def learn(

@@ -60,6 +60,7 @@ class NativeDecoder(PackedModel, Decoder):
     """
 
     info: DecoderInfo
+    backend = "native"
     runs_the_model = False
     families: Mapping[str, Family] = FAMILIES
     """What it knows, by transformers' name of the model type."""

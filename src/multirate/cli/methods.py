@@ -43,13 +43,14 @@ def command(
 
 
 def _print(title: str, settings: Sequence[Setting]) -> None:
-    from rich.table import Table
+    from rich.padding import Padding
+    from rich.text import Text
 
     if not settings:
         return
-    table = Table(title=f"{title} settings", title_justify="left", show_lines=True)
-    for head in ("setting", "accepted", "default", "meaning"):
-        table.add_column(head, no_wrap=head == "setting")
+    console = options.console()
+    console.print(f"\n{title} settings")
     for one in settings:
-        table.add_row(one.name, one.accepted, one.default, one.help)
-    options.console().print(table, markup=False)
+        head = Text.assemble("  ", (one.name, "bold"), f" = {one.default}  ({one.accepted})")
+        console.print(head)
+        console.print(Padding(Text(one.help), (0, 0, 0, 6)))

@@ -28,7 +28,7 @@ from rich.progress import track
 from multirate.io import write_json
 from multirate.lab.bench.suites import load_suite
 from multirate.loading.chat_template import encode_chat
-from multirate.loading.hub import load_model, reference_accelerators
+from multirate.loading.hub import load_model
 from multirate.runtime.machine import cpu_name
 
 METHODS = "autoregressive,sam,m2r2-carry,m2r2-carry:lookup=0,eagle:lookup=sam,eagle"
@@ -36,9 +36,10 @@ METHODS = "autoregressive,sam,m2r2-carry,m2r2-carry:lookup=0,eagle:lookup=sam,ea
 WORKER = """
 import json, sys, time
 import multirate
-model, weights, accelerators = json.loads(sys.argv[1])
+from multirate.loading.hub import reference_accelerators
+model, weights = json.loads(sys.argv[1])
 engine = multirate.attach(model, weights=weights)
-for name, folder in accelerators.items():
+for name, folder in reference_accelerators("smollm2").items():
     engine.add(folder, name)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -138,8 +139,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tokenizer = load_model("smollm2").tokenizer
-    accelerators = {name: str(path) for name, path in reference_accelerators("smollm2").items()}
-    engine = [arguments.model, arguments.weights, accelerators]
+    engine = [arguments.model, arguments.weights]
     suites: dict[str, Any] = {}
     with checkout(arguments.before) as before, checkout(arguments.after) as after:
         workers = [Worker(before, engine), Worker(after, engine)]

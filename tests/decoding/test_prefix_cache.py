@@ -266,7 +266,7 @@ def test_what_a_drafter_says_it_kept_is_what_it_would_compute(
             )
             assert isinstance(drafter, BranchDrafter) and isinstance(fresh, BranchDrafter)
             # what waits for the next draft is kept as tokens
-            kept = min(kept, drafter._reading.refreshed, fresh._reading.refreshed)
+            kept = min(kept, drafter._reading.backfilled, fresh._reading.backfilled)
             begin = max(drafter._reading.seen_from, fresh._reading.seen_from)
             compared += max(0, kept - begin)
             stores = (own_store(one, begin, kept) for one in (drafter, fresh))

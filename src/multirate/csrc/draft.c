@@ -106,8 +106,8 @@ static int passes(Tree *t, const float *output, float probability) {
         const Shape *shape = t->step->branch->shape;
         score = score_of_output(rule->scorer, shape->eps, shape->hidden, output);
     }
-    if (score < rule->least && score > t->step->rejected)
-        t->step->rejected = score;
+    if (score < rule->least && score > t->step->highest_rejected)
+        t->step->highest_rejected = score;
     return score >= rule->least;
 }
 

@@ -48,7 +48,7 @@ class DecodeStats:
     """Number of layers → tokens emitted after that many layers. Empty if every token takes all
     layers.
     """
-    rejected: float | None = None
+    highest_rejected: float | None = None
     """Dynamic mode: the highest score that was too low for a token to leave early. With any
     threshold above it the text is the same. −inf: no score was too low; None: unknown.
     """

@@ -201,7 +201,7 @@ class FusedSequences(ABC):
     from then on.
     """
 
-    rejected: float
+    highest_rejected: float
     """The highest score since `begin` that was too low to be accepted unverified; −inf: none."""
 
     @abstractmethod

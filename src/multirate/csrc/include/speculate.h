@@ -155,7 +155,7 @@ typedef struct {
     int32_t drafted, levels;   // nodes and levels of the draft
     int64_t unverified_nodes;  // bit n - 1: node n is accepted without verification
     int64_t unverified_tokens; // bit n: the n-th emitted token comes from such a node
-    double rejected;           // in and out: the highest score that was too low for Unverified
+    double highest_rejected;   // in and out: the highest score that was too low for Unverified
     double draft_seconds;      // time for drafting
     int32_t emitted;           // tokens; -1: the logits to draw them from are not finite
     int64_t best;              // the branch's best token after the last one; -1: it did not run

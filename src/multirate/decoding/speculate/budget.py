@@ -1,22 +1,10 @@
-"""The budget policy: what each step drafts with, and how far. [ours]
+"""How far to draft: as far as a node's chance of acceptance is worth its time on this machine.
+[ours]
 
-A step takes one of three arms: no draft, tokens looked up in the text, or the drafter's own tokens.
-An arm is worth the tokens that it adds to a step, minus what its seconds are worth at the present
-seconds per token:
-
-    worth = tokens − seconds / (seconds per token)
-
-Tokens are fading means by the length of the text's match (acceptance_statistics.py). Seconds are
-costs that were measured beforehand (costs.py), corrected by fading ratios of timed steps (_Speed):
-
-    seconds = machine · rows                              without own drafts
-    seconds = machine · own · (rows + drafting · levels)  with them
-
-The step takes the arm that is worth most. The same prices bound a draft tree: a node that is
-reached with probability r and costs c seconds is drafted where r > c / (seconds per token).
-
-Own drafts that are worth less are still tried, for a share `_EXPLORED` of the time, so that they
-come back when they become good.
+A node that is reached with probability r adds r tokens and costs c seconds. It raises tokens per
+second exactly if r / c exceeds the current rate. The minimum path probability of a node is
+therefore c / v, where v is the current seconds per token, measured while decoding. A row's cost c
+depends on how many rows there are already.
 """
 
 from __future__ import annotations
@@ -32,41 +20,58 @@ import numpy as np
 
 from multirate.decoding.speculate.acceptance_statistics import ContinuationRates, DraftedSteps
 from multirate.decoding.speculate.step_costs import StepCosts, convex_slopes, expected_tokens
+from multirate.runtime.fused import CAUGHT_UP_WITHIN
 
 now = time.perf_counter
 
-_MEMORY = 0.98  # of the seconds per token: about the last fifty steps
-_TIMED_MEMORY = 0.95  # of the ratios
-_TIMED_STEPS = 4.0  # steps' worth of evidence that a ratio's first value of 1 counts as
-_SLOWEST = 20.0  # a ratio is at most this, and at least 1 / this
-_INTERRUPTED = 3.0  # times the expected seconds: what takes longer was interrupted
-_THRESHOLDS = 0.02, 0.9  # least and greatest path probability that a node must have
-_EXPLORED = 0.01  # share of the time for trying own drafts that are worth less
-_MOST_CREDIT = 2.0  # cap of the time saved for that, in plain steps
-_GUESSED, _GUESSED_STEPS = 0.8, 3.0  # tokens that own drafts add to a step if no model card gives
-# them, and how many steps' worth of evidence this counts as
-_CARD_LEVELS, _CARD_STEPS = 5, 8.0  # the same with a card: by its acceptance of so many levels
-_RESTED = 3  # after so many steps without own drafts, the first one with them is not timed: the
-# processor's caches are cold
-_HORIZON = 128  # tokens over which own drafts pay for the rows that they catch up on
-_COMPARED = 2  # plain steps of a batch before it drafts
-_COMPARED_WITHIN = 8  # a step with own drafts corrects `own` if a step without them was at most so
-# many steps ago, and `machine` otherwise
-_RAGGED = 0.35  # a batch ends with its slowest sequence, so a drafted token of n sequences counts
-# as 1 / (1 + _RAGGED √ln n): the largest of n sums grows like this
+_MEMORY = 0.98  # of the running rate: about the last fifty steps
+_LEAST, _MOST = 0.02, 0.9
+_CHANGE = 0.05  # of the rate, below which thresholds stay as they are
+_ACCEPTED, _GUESSED = 0.8, 3.0  # first guess of the tokens that a step's own draft adds, and
+# the steps that it counts as; the same of what was measured before
+_MEASURED_LEVELS, _MEASURED = 5, 8.0
+_EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
+_MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
+_FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better than the last one did
+# (divided by the number of texts in a row that it did not: all tries of useless drafts together
+# then grow with the logarithm of the number of texts)
+_HORIZON = 128  # tokens over which catching up is paid off
+_PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
+_USUAL_MEMORY, _USUAL_STEPS = 0.99, 20.0  # of the ratio of both kinds' paces
+_RAGGED = 0.35  # times the root of the logarithm of how many sequences a batch has (as the largest
+# of so many sums grows): by how much a node of a batch must bring more to pay. The sequences that
+# accept more end sooner, and the others' steps cost as much without them
+_TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
+_LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
+# least: of one sequence, as its costs may have been measured while something else ran, and of more
+_DRAFTS = 2.0  # timed drafts that the costs of drafting count as
+_RESTED = 3  # steps without own drafts after which the next with them says little of what they
+# take: it catches up, and what it reads has left the caches
+_SWITCHING = 0.1  # tokens that own drafts may be thought to lose before they rest: coming back from
+# a rest costs as much
+_CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the first guess counts as
+_DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
+_DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
+_SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
 
 
 class Plan(NamedTuple):
     """What a step drafts with."""
 
     own: bool
-    """Whether the drafter's own tokens are used, in all sequences."""
+    """Whether the method's own drafts are used, in all sequences."""
     text: tuple[int, ...] = ()
     """Otherwise: how many looked-up tokens each sequence drafts; 0: a plain step."""
 
 
 class BudgetPolicy:
     """Decides before each step what to draft with and, by thresholds, how far.
+
+    It compares the method's own drafts, text lookup and no draft by what they add to a plain step:
+    the tokens that such drafts brought lately (acceptance_statistics.py), less their seconds at the
+    current seconds per token. Own drafts that are not worth it are still tried for a share
+    `_EXPLORED` of the time, so that they can come back. Each trial takes two steps, because the
+    first after a pause is slower.
 
     costs: measured parts of a step.
     nodes: maximum number in a draft.
@@ -90,38 +95,69 @@ class BudgetPolicy:
     ) -> None:
         self.costs, self.nodes, self.rates, self.clock = costs, nodes, rates, clock or now
         self._timed = timed
-        guess = _GUESSED, _GUESSED_STEPS
+        accepted, weight = _ACCEPTED, _GUESSED
         if expected:
-            guess = expected_tokens(expected, _CARD_LEVELS) - 1, _CARD_STEPS
+            accepted = expected_tokens(expected, _MEASURED_LEVELS) - 1
+            weight = _MEASURED
         longest = longest if rates is None else rates.longest
-        self._new_drafted = partial(DraftedSteps, longest, *guess)
-        # by the sequences of a step: the more, the more expensive a node, the shorter the drafts
+        self._new_drafted = partial(DraftedSteps, longest, accepted, weight)
+        # by the sequences of a step: the more, the dearer a node, and the shorter drafts are
         self._drafted: dict[int, DraftedSteps] = {}
-        self._prices: dict[int, _RowPrices] = {}
-        self._speeds: dict[int, _Speed] = {}
-        self._speed = self._speed_of(1)
+        self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
+        # a refreshed row runs through the pieces of a level, without reading weights again
+        many = costs.verify_seconds(16) - costs.verify_seconds(8)
+        row = max(many, 0.0) / 8 * min(costs.draft_step / costs.plain_step, 1.0)
+        # rows caught up on after a rest, and their seconds
+        self._caught_up = _CAUGHT_UP * nodes
+        self._catching_up = row * self._caught_up
+        self._rested = _RESTED  # steps without own drafts, last of all
+        self._look_again = False  # at own drafts, as the last were the first after a rest
         # before the first steps: as if speculation halved the time of a token
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
-        self._step = _StepUnderWay(Plan(True), 1)
         self._last: float | None = None
-        self._rested = _RESTED  # steps since the last one with own drafts
-        self._try_again = False  # whether to repeat own drafts, because their step was not timed
-        self._credit = 0.0  # seconds for trying own drafts that are worth less
+        self._credit = 0.0  # seconds that may go into trying what is not worth it
+        self._most_credit = _MOST_CREDIT * costs.plain_step
         self._unsuited = 0  # texts in a row that own drafts did not suit
-        self._suited: bool | None = None  # whether own drafts suited the text when last asked
+        self._worth_it: bool | None = None  # whether they were worth it when last asked
+        self._paces: dict[int, _Paces] = {}  # by the sequences of a step
+        self._pace = self._paces_of(1)
+        # seconds of own drafts, lately: as timed, less what slows all of a step, and by the costs
+        self._timed_drafts = self._expected_drafts = _DRAFTS * self._drafting(1)
+        self._step = _StepUnderWay(Plan(True), 1)
+        self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
+        self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
+        self._per_token = self._seconds
 
     def pause(self) -> None:
         """Another generation starts; the time until its first step does not count."""
         self._last = None
-        self._rested, self._try_again = _RESTED, False
+        self._rested, self._look_again = _RESTED, False
         for drafted in self._drafted.values():
             drafted.begin_text()
-        if self._suited is not None:
-            self._unsuited = 0 if self._suited else self._unsuited + 1
-            self._suited = None
-        # the new text may suit own drafts better than the last one. All tries of useless drafts
-        # together grow with the logarithm of the number of texts
-        self._credit = max(self._credit, self.costs.plain_step / max(self._unsuited, 1))
+        if self._worth_it is not None:
+            self._unsuited = 0 if self._worth_it else self._unsuited + 1
+            self._worth_it = None
+        credit = _FIRST_CREDIT / max(self._unsuited, 1)
+        self._credit = max(self._credit, credit * self.costs.plain_step)
+
+    def emitted(
+        self,
+        tokens: int,
+        levels: int = 0,
+        nodes: int = 0,
+        matched: int = 0,
+        draft_seconds: float | None = None,
+    ) -> None:
+        """Records one sequence's step: the tokens it emitted, the levels and nodes of its draft,
+        the seconds that drafting took (None: unknown), and the length of the text's longest match.
+        """
+        step = self._step
+        step.draft_seconds = draft_seconds
+        self._tokens += 1 + (tokens - 1) * self._ending_sooner(step.sequences)
+        step.levels = max(step.levels, levels)
+        step.nodes.append(nodes)
+        if step.plan.own:
+            self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
@@ -131,22 +167,29 @@ class BudgetPolicy:
         if self._last is not None:
             self._took(begin - self._last)
         self._last = begin
-        if sequences != self._step.sequences:  # rescale by what a plain step of a sequence costs
-            before = self._step.sequences
-            self._seconds *= self._plain(sequences) / sequences / (self._plain(before) / before)
-        self._speed = self._speed_of(sequences)
+        self._pace = self._paces_of(sequences)
+        if sequences != self._step.sequences:  # until more is known, a token takes its share
+            before, now = self._step.sequences, sequences
+            self._seconds *= self._plain(now) / now / (self._plain(before) / before)
         self._step = _StepUnderWay(Plan(True), sequences)
         self._per_token = self._seconds / max(self._tokens, 1e-3)
-        machine, level = (
-            self._speed.machine.value,
-            self._speed.own_seconds(0.0, self.costs.draft_step),
-        )
-        verify = self._prices_of(sequences).each * machine
-        draft = verify + level / sequences
-        # the further one sequence of a batch gets ahead, the less another token of it is worth
-        ahead = self._batch_discount(sequences) ** np.arange(1, self.nodes + 1)
-        worth = self._per_token * ahead
-        return _within(draft / worth), _within(verify / worth)
+        row, level = self._pace.plain / self._per_token, self._pace.level / self._per_token
+        level *= self._draft_pace
+        of, row_then, level_then = self._priced_at
+        change = max(abs(row / row_then - 1), abs(level / level_then - 1))
+        if self._thresholds is None or of != sequences or change > _CHANGE:
+            verify_threshold = self._row_prices(sequences)[0] * row
+            draft_threshold = verify_threshold + self.costs.draft_step / sequences * level
+            if sequences > 1:
+                # the further one sequence gets ahead of the others, the less another token is worth
+                worth = self._ending_sooner(sequences) ** np.arange(1, self.nodes + 1)
+                draft_threshold, verify_threshold = (
+                    draft_threshold / worth,
+                    verify_threshold / worth,
+                )
+            self._thresholds = _within(draft_threshold), _within(verify_threshold)
+            self._priced_at = sequences, row, level
+        return self._thresholds
 
     def choose(
         self,
@@ -163,159 +206,169 @@ class BudgetPolicy:
         behind: rows that own drafts would have to catch up on first.
         rests: whether the step may be plain.
         """
-        found = [self._text_worth(matched, most) for matched, most in matches]
-        lengths = tuple(length for length, _ in found)
-        text = sum(worth for _, worth in found) * self._batch_discount(len(matches))
-        own = self._own_worth([matched for matched, _ in matches])
-        catching_up = self._catching_up(behind)
-        chosen = self._suited = (
-            own - catching_up / self._per_token / max(1, min(remaining, _HORIZON)) >= text
-        )
-        # costs are of one sequence: plain steps of a batch are timed first, to compare with
-        compares = rests and self._timed and len(matches) > 1
-        if remaining < 1 or (compares and self._speed.plain_steps < _COMPARED):
-            chosen = False  # where none remains, the step's own token is the last one
+        lengths, text = [], 0.0
+        for matched, most in matches:
+            length, gain = self._text_gain(matched, most)
+            text += gain
+            lengths.append(length)
+        text *= self._ending_sooner(len(matches))
+        stream = self._own_gain([matched for matched, _ in matches])
+        refresh = behind * self._refresh_row
+        enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
+        chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
+        self._worth_it = chosen
+        # costs are of one sequence: of more, plain steps are timed first, to compare with
+        unknown = rests and self._timed and len(matches) > 1
+        if remaining < 1 or (unknown and self._pace.plain_steps < _TRIED_PLAIN):
+            chosen = False  # at 0 the step's own token is the last one
         elif not rests and not any(lengths):
             chosen = True
         elif not chosen:
-            loss = max(text - own, 0.0) * self._per_token + catching_up
-            # at full credit even what costs more is tried: the loss is only an estimate. Negative
-            # credit is earned back
-            affordable = loss <= self._credit or self._credit >= self._most_credit
-            if affordable or (self._try_again and not any(lengths)):
+            loss = max(text - stream, 0.0) * self._per_token + refresh
+            again = self._look_again and not any(lengths)
+            # a loss beyond all credit is a guess that may be wrong: a try, and the debt is paid off
+            if again or loss <= self._credit or self._credit >= self._most_credit:
                 chosen = True
                 self._credit -= loss
-        self._step.plan = Plan(True) if chosen else Plan(False, lengths)
-        self._step.caught_up = behind if chosen else 0
+        self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
+        self._step.refreshed = behind if chosen else 0
         return self._step.plan
 
-    def emitted(
-        self,
-        tokens: int,
-        levels: int = 0,
-        nodes: int = 0,
-        matched: int = 0,
-        draft_seconds: float | None = None,
-    ) -> None:
-        """Records one sequence's step: the tokens it emitted, the levels and nodes of its draft,
-        the seconds that drafting took (None: unknown), and the length of the text's longest match.
+    def _text_gain(self, matched: int, most: int) -> tuple[int, float]:
+        """How many looked-up tokens are worth verifying after a match of this length, and the
+        tokens that they add to a step, less what their time is worth.
         """
-        step = self._step
-        step.draft_seconds = draft_seconds
-        step.levels = max(step.levels, levels)
-        step.nodes.append(nodes)
-        self._tokens += 1 + (tokens - 1) * self._batch_discount(step.sequences)
-        if step.plan.own:
-            self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
+        assert self._thresholds is not None
+        length, gain = 0, 0.0
+        if matched and self.rates is not None:
+            least = self._thresholds[1]
+            here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
+            while length < most and here >= least[length]:
+                gain += float(here - least[length])
+                here *= onward
+                length += 1
+        return length, gain
 
-    def _text_worth(self, matched: int, most: int) -> tuple[int, float]:
-        """How many looked-up tokens are worth verifying after a match of this length, and what they
-        are worth.
+    def _own_gain(self, matched: Sequence[int]) -> float:
+        """Tokens that the method's own drafts add to a step of these sequences, less what their
+        time is worth.
         """
-        length, worth = 0, 0.0
-        if not matched or self.rates is None:
-            return length, worth
-        reached, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
-        sequences = self._step.sequences
-        prices = self._prices_of(sequences).each * self._speed.machine.value / self._per_token
-        while length < most and reached >= prices[length]:
-            worth += float(reached - prices[length])
-            reached *= onward
-            length += 1
-        return length, worth
-
-    def _own_worth(self, matched: Sequence[int]) -> float:
-        """What own drafts are worth in a step of sequences with these match lengths."""
-        sequences = len(matched)
         tokens = levels = rows = 0.0
-        prices, drafted = self._prices_of(sequences), self._drafted_of(sequences)
+        cumulated, drafted = self._row_prices(len(matched))[1], self._drafted_of(len(matched))
         for length in matched:
             accepted, deep, nodes = drafted.means(length)
             tokens += accepted
             levels = max(levels, deep)
-            rows += prices.of(nodes)
-        speed, plain = self._speed, self._plain(sequences)
-        seconds = speed.own_seconds(plain + rows, self._drafting(levels))
-        seconds -= speed.machine.value * plain
-        return tokens * self._batch_discount(sequences) - seconds / self._per_token
-
-    def _took(self, seconds: float) -> None:
-        """The step under way has ended."""
-        step, speed = self._step, self._speed
-        prices = self._prices_of(step.sequences)
-        rows = self._plain(step.sequences) + sum(prices.of(nodes) for nodes in step.nodes)
-        drafting = 0.0
-        if step.plan.own:
-            drafting = self._drafting(step.levels) + self._row * step.caught_up
-        expected = speed.own_seconds(rows, drafting) if drafting else speed.machine.value * rows
-        catches_up = step.caught_up > self.nodes
-        first = step.plan.own and (catches_up or self._rested >= _RESTED)
-        if not self._timed:
-            seconds = expected
-        else:
-            seconds = min(seconds, _INTERRUPTED * expected)
-            if not first or (seconds < expected and not catches_up):
-                speed.observe(seconds, rows, drafting, step.draft_seconds)
-        self._seconds = _MEMORY * (self._seconds + seconds)
-        self._tokens *= _MEMORY
-        self._try_again = first and self._timed
-        self._rested = 0 if step.plan.own else self._rested + 1
-        self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
-
-    @property
-    def _most_credit(self) -> float:
-        return _MOST_CREDIT * self.costs.plain_step
-
-    @property
-    def _row(self) -> float:
-        """Seconds per row that own drafts catch up on: it passes the parts of a level, without
-        reading weights again.
-        """
-        costs = self.costs
-        row = max(costs.verify_seconds(16) - costs.verify_seconds(8), 0.0) / 8
-        return row * min(costs.draft_step / costs.plain_step, 1.0)
-
-    def _catching_up(self, rows: int) -> float:
-        return self._speed.own_seconds(0.0, rows * self._row)
+            whole = min(int(nodes), self.nodes - 1)
+            rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
+        plain = self._plain(len(matched))
+        drafting = self._draft_pace * self._drafting(levels)
+        own = self._pace.stream * (plain + rows + drafting)
+        seconds = own - self._pace.plain * plain
+        return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
     def _drafting(self, levels: float) -> float:
         """Seconds of drafting this many levels, by the costs."""
         return self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
 
+    @property
+    def _draft_pace(self) -> float:
+        """Measured drafting time divided by what the costs say."""
+        if not self._expected_drafts:
+            return 1.0
+        return min(max(self._timed_drafts / self._expected_drafts, 1 / _DRAFT_RANGE), _DRAFT_RANGE)
+
+    def _observe_draft(self, seconds: float, said: float) -> None:
+        """Records a draft that took this many seconds, where the costs say `said`."""
+        seconds = min(seconds, 3 * self._draft_pace * said)  # an interruption is not the draft's
+        self._timed_drafts = _PACE_MEMORY * self._timed_drafts + seconds
+        self._expected_drafts = _PACE_MEMORY * self._expected_drafts + said
+
+    @property
+    def _refresh_row(self) -> float:
+        """Seconds per row that own drafts catch up on."""
+        return self._catching_up / self._caught_up
+
+    def _observe_catching_up(self, seconds: float, rows: int) -> None:
+        """Records how long catching up on this many rows took."""
+        seconds = min(max(seconds, 0.0), 3 * rows * self._refresh_row + self.costs.plain_step)
+        self._catching_up = _CATCHING_UP_MEMORY * self._catching_up + seconds
+        self._caught_up = _CATCHING_UP_MEMORY * self._caught_up + rows
+
+    def _ending_sooner(self, sequences: int) -> float:
+        """The share of a batch's drafted tokens that makes it end earlier."""
+        return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
+
     def _plain(self, sequences: int) -> float:
-        """Seconds of a step without drafts, by the costs."""
         costs = self.costs
         if sequences == 1:
             return costs.plain_step
         return costs.plain_step + costs.verify_seconds(sequences) - costs.verify_seconds(1)
 
-    def _batch_discount(self, sequences: int) -> float:
-        """What a drafted token of a batch counts as: only some make the batch end earlier."""
-        return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
-
     def _drafted_of(self, sequences: int) -> DraftedSteps:
-        """Statistics of own drafts in steps of this many sequences."""
+        """Statistics of own drafts in steps of this many sequences; at first the first guess."""
         if sequences not in self._drafted:
             self._drafted[sequences] = self._new_drafted()
         return self._drafted[sequences]
 
-    def _prices_of(self, sequences: int) -> _RowPrices:
-        if sequences not in self._prices:
-            self._prices[sequences] = _RowPrices(self.costs, self.nodes, sequences)
-        return self._prices[sequences]
+    def _paces_of(self, sequences: int) -> _Paces:
+        """Timing of steps of this many sequences; at first that of the last ones."""
+        if sequences not in self._paces:
+            guess = (self._pace.plain, self._pace.stream) if self._paces else (1.0, 1.0)
+            batch = sequences > 1  # the costs are of one sequence
+            steps = 1.0 if batch else _PACE_STEPS
+            self._paces[sequences] = _Paces(guess, steps * self._plain(sequences), batch)
+        return self._paces[sequences]
 
-    def _speed_of(self, sequences: int) -> _Speed:
-        """Ratios of steps of this many sequences."""
-        if sequences not in self._speeds:
-            plain = self._plain(sequences)
-            machine = _TIMED_STEPS * plain if sequences == 1 else 0.0  # costs are of one sequence
-            self._speeds[sequences] = _Speed(machine, plain, self._drafting(1.0))
-        return self._speeds[sequences]
+    def _took(self, seconds: float) -> None:
+        """The current step has ended."""
+        step = self._step
+        cumulated = self._row_prices(step.sequences)[1]
+        expected = self._plain(step.sequences)
+        expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
+        drafting = refresh = 0.0
+        after_rest = False
+        if step.plan.own:
+            after_rest = self._timed and (self._rested >= _RESTED or step.refreshed > self.nodes)
+            own, refresh = self._drafting(step.levels), step.refreshed * self._refresh_row
+            if step.draft_seconds is not None and self._timed:
+                seconds_of_draft = step.draft_seconds / self._pace.plain
+                said = own + refresh if step.refreshed <= CAUGHT_UP_WITHIN else own
+                if not after_rest or seconds_of_draft < self._draft_pace * said:
+                    self._observe_draft(seconds_of_draft, said)
+            drafting = self._draft_pace * (own + refresh)
+        expected += drafting
+        usual = (self._pace.stream if step.plan.own else self._pace.plain) * expected
+        # an interruption is not the step's
+        seconds = min(seconds, 3 * usual) if self._timed else expected
+        self._seconds = _MEMORY * (self._seconds + seconds)
+        self._tokens *= _MEMORY
+        if after_rest:
+            if step.refreshed > self.nodes:
+                beyond = seconds / self._pace.stream - (expected - self._draft_pace * refresh)
+                self._observe_catching_up(beyond, step.refreshed)
+        elif self._timed:  # else steps take what costs say
+            self._pace.observe(seconds, expected, drafting if step.plan.own else None)
+        self._look_again = after_rest
+        self._rested = 0 if step.plan.own else self._rested + 1
+        self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
+
+    def _row_prices(self, sequences: int) -> tuple[np.ndarray, list[float]]:
+        """Seconds of the n-th node of a sequence's draft, if each of `sequences` sequences has as
+        many, and of the first n nodes.
+        """
+        found = self._prices.get(sequences)
+        if found is None:
+            rows = range(sequences, sequences * (self.nodes + 1) + 1, sequences)
+            seconds = [self.costs.verify_seconds(count) / sequences for count in rows]
+            slopes = convex_slopes(seconds)
+            found = self._prices[sequences] = slopes, [0.0, *slopes.cumsum().tolist()]
+        return found
 
 
 def _within(thresholds: np.ndarray) -> np.ndarray:
-    least, greatest = _THRESHOLDS
-    return np.minimum(np.maximum(thresholds, least), greatest)  # np.clip takes three times as long
+    # np.clip takes three times as long
+    return np.minimum(np.maximum(thresholds, _LEAST), _MOST)
 
 
 @dataclass
@@ -324,85 +377,61 @@ class _StepUnderWay:
     sequences: int
     levels: int = 0
     nodes: list[int] = field(default_factory=list)
-    caught_up: int = 0
+    refreshed: int = 0
     draft_seconds: float | None = None
 
 
-class _RowPrices:
-    """Seconds of the n-th node of a sequence's draft, where each of `sequences` sequences has as
-    many: `each` [nodes].
+class _Paces:
+    """Measured times of steps of this many sequences, divided by what the costs say: `plain` for
+    steps without own drafts, `stream` with them, `level` for drafting.
+
+    A machine's speed may change while all steps are of one kind. The other kind's measurements
+    therefore fade towards the usual ratio of both.
+
+    guess: the first guess of all three; strength: the expected seconds it counts as.
     """
 
-    def __init__(self, costs: StepCosts, nodes: int, sequences: int) -> None:
-        rows = range(sequences, sequences * (nodes + 1) + 1, sequences)
-        self.each = convex_slopes([costs.verify_seconds(count) / sequences for count in rows])
-        self._sums = [0.0, *self.each.cumsum().tolist()]
+    def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
+        self._strength, self._levels = strength, levels
+        # of steps without and with own drafts, each
+        self._guess = [float(ratio) for ratio in guess]
+        self._seconds, self._expected = [0.0, 0.0], [0.0, 0.0]
+        weight = _USUAL_STEPS * strength / _PACE_STEPS
+        self._usual_seconds = [weight * ratio for ratio in guess]
+        self._usual_expected = [weight, weight]
+        self._drafting = 0.0  # of the expected seconds of steps with own drafts
+        self.plain, self.stream = guess
+        self.level = self.plain
+        self.plain_steps = 0
 
-    def of(self, nodes: float) -> float:
-        """Seconds of a draft of this many nodes."""
-        nodes = min(nodes, len(self.each))
-        whole = min(int(nodes), len(self.each) - 1)
-        return self._sums[whole] + (nodes - whole) * (self._sums[whole + 1] - self._sums[whole])
-
-
-class _Ratio:
-    """Timed over expected seconds, of late. guess: expected seconds that a first guess of 1 counts
-    as.
-    """
-
-    def __init__(self, guess: float) -> None:
-        self._timed = self._expected = guess
-
-    @property
-    def value(self) -> float:
-        if not self._expected:
-            return 1.0
-        return min(max(self._timed / self._expected, 1 / _SLOWEST), _SLOWEST)
-
-    def observe(self, seconds: float, expected: float) -> None:
-        """`seconds` were timed where `expected` were expected."""
-        seconds = min(max(seconds, 0.0), _INTERRUPTED * self.value * expected)
-        self._timed = _TIMED_MEMORY * self._timed + seconds
-        self._expected = _TIMED_MEMORY * self._expected + expected
-
-
-class _Speed:
-    """Three correction factors, recent timed seconds over expected ones: `machine` for every step,
-    `own` on top for steps with own drafts, `drafting` on top for the drafting in them.
-
-    While all steps have own drafts, a slow machine looks like slow drafts. Such steps therefore
-    correct `own` only soon after a step without own drafts, and `machine` otherwise.
-
-    machine, plain, drafting: the weight of the factors' first value 1, in expected seconds.
-    """
-
-    def __init__(self, machine: float, plain: float, drafting: float) -> None:
-        self.machine, self.own = _Ratio(machine), _Ratio(_TIMED_STEPS * plain)
-        self.drafting = _Ratio(_TIMED_STEPS * drafting)
-        self.plain_steps = self._since_plain = 0
-
-    def own_seconds(self, rows: float, drafting: float) -> float:
-        """Of a step with own drafts with these seconds by the costs."""
-        return self.machine.value * self.own.value * (rows + self.drafting.value * drafting)
-
-    def observe(
-        self, seconds: float, rows: float, drafting: float, draft_seconds: float | None
-    ) -> None:
-        """Records a step. drafting: 0 without own drafts. draft_seconds: those timed; None:
-        unknown.
+    def observe(self, seconds: float, expected: float, drafting: float | None) -> None:
+        """Records a step with its expected seconds, `drafting` of them for own drafts, if it had
+        any.
         """
-        self._since_plain += 1
-        if not drafting:
-            self.plain_steps += 1
-            self._since_plain = 0
-            self.machine.observe(seconds, rows)
-            return
-        machine, own = self.machine.value, self.own.value
-        expected = rows + self.drafting.value * drafting
-        if draft_seconds is not None:
-            self.drafting.observe(draft_seconds / (machine * own), drafting)
-            seconds, expected = seconds - draft_seconds, rows
-        if self._since_plain <= _COMPARED_WITHIN:
-            self.own.observe(seconds / machine, expected)
-        else:
-            self.machine.observe(seconds / own, expected)
+        kind = int(drafting is not None)
+        self.plain_steps += not kind
+        for i in (0, 1):
+            self._expected[i] *= _PACE_MEMORY
+            self._seconds[i] *= _PACE_MEMORY
+        self._expected[kind] += expected
+        self._seconds[kind] += seconds
+        self._usual_expected[kind] = _USUAL_MEMORY * self._usual_expected[kind] + expected
+        self._usual_seconds[kind] = _USUAL_MEMORY * self._usual_seconds[kind] + seconds
+        usual = [self._usual_seconds[i] / self._usual_expected[i] for i in (0, 1)]
+        now = self._estimate(kind)
+        for i in (0, 1):  # towards what this kind takes now, times the ratio
+            towards = now * usual[i] / usual[kind]
+            self._guess[i] += (1 - _PACE_MEMORY) * (towards - self._guess[i])
+        low, high = _SLOWEST
+        self.plain, self.stream = (min(max(self._estimate(i), low), high) for i in (0, 1))
+        self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
+        self.level = self.plain
+        self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
+        if self._levels and self._drafting:
+            beyond = (self.stream - self.plain) * self._expected[1] / self._drafting
+            self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
+
+    def _estimate(self, kind: int) -> float:
+        """The recent estimate for steps without (0) and with (1) own drafts."""
+        seconds = self._seconds[kind] + self._strength * self._guess[kind]
+        return seconds / (self._expected[kind] + self._strength)

@@ -238,7 +238,7 @@ class Drafter(ABC):
     traits = Traits()
 
     @property
-    def rejected(self) -> float | None:
+    def highest_rejected(self) -> float | None:
         """For drafters that accept tokens unverified by a score: the highest score of this
         generation that was too low, or −inf. With a threshold above it, the text is the same. None:
         unknown.

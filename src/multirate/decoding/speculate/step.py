@@ -82,7 +82,7 @@ class SpeculativeStep(Step):
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
     def finish(self, session: Session) -> None:
-        session.stats.rejected = self.drafter.rejected
+        session.stats.highest_rejected = self.drafter.highest_rejected
 
     def costs(self, decoder: Decoder) -> CostModel | None:
         return self.drafter.costs(decoder) if self.lossless else None

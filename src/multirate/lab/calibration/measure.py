@@ -28,13 +28,14 @@ class Measured:
 
     tokens: its tokens; differing: how many of them differ from the full model's choice after the
         same text.
-    refused: with any threshold above this, up to its own, the answer is the same; None: unknown.
+    highest_rejected: with any threshold above this, up to its own, the answer is the same; None:
+        unknown.
     looping: tokens that only repeat the text right before them (repetition.py).
     """
 
     tokens: int
     differing: int
-    rejected: float | None = field(default=None, compare=False)
+    highest_rejected: float | None = field(default=None, compare=False)
     looping: int = field(default=0, compare=False)
 
     @property
@@ -119,7 +120,7 @@ def answers(
         part = prompts[first : first + batch]
         known = before[first : first + batch]
         if len(known) == len(part) and all(
-            one.rejected is not None and one.rejected < threshold for one in known
+            one.highest_rejected is not None and one.highest_rejected < threshold for one in known
         ):
             yield from known
             continue
@@ -127,4 +128,4 @@ def answers(
         for prompt, tokens in zip(part, output.sequences, strict=True):
             verdict = full_model_on(decoder, prompt, tokens)
             looping = int(in_loops(tokens).sum())
-            yield Measured(len(tokens), verdict.differing, output.stats.rejected, looping)
+            yield Measured(len(tokens), verdict.differing, output.stats.highest_rejected, looping)

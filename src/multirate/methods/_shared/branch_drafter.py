@@ -143,16 +143,16 @@ class BranchDrafter(Drafter):
         self._cache, self._sampler = cache, sampler
         self._trees = {}
         self._choice.begin(sampler)
-        self._grower.rejected = -np.inf
+        self._grower.highest_rejected = -np.inf
         if self._fused is not None:
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
 
     @property
-    def rejected(self) -> float | None:
+    def highest_rejected(self) -> float | None:
         if self.traits.lossless:
             return None
-        fused = -np.inf if self._fused is None else self._fused.rejected
-        return max(self._grower.rejected, fused)
+        fused = -np.inf if self._fused is None else self._fused.highest_rejected
+        return max(self._grower.highest_rejected, fused)
 
     def usable(self, cache: KVCache, length: int) -> int:
         if cache is not self._cache or not self.runner.serves(cache):

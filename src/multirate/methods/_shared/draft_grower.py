@@ -52,7 +52,7 @@ class DraftGrower:
     """Grows drafts with ``runner``. max_nodes: of a draft, unverified tokens included. carry:
     whether the branch reads a carried residual.
 
-    rejected: the highest score that was too low to be accepted unverified; −inf: none was.
+    highest_rejected: the highest score that was too low to be accepted unverified; −inf: none was.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class DraftGrower:
     ) -> None:
         self._runner, self._config, self._max_nodes = runner, config, max_nodes
         self._carry, self._unverified = carry, unverified
-        self.rejected = -np.inf
+        self.highest_rejected = -np.inf
         # how many of the frontier's likeliest tokens a level is to tell at once, and what it told
         self._asked = 0
         self._told: Likeliest | None = None
@@ -248,7 +248,7 @@ class DraftGrower:
             return [False] * len(p)
         scores = self._runner.agreement(p) if unverified.by_agreement else confidence()
         low = [score for score in scores if score < unverified.threshold]
-        self.rejected = max([self.rejected, *low])
+        self.highest_rejected = max([self.highest_rejected, *low])
         return [score >= unverified.threshold for score in scores]
 
     def _finish(self, growing: Sequence[GrowingDraft], in_trees: bool) -> list[Draft]:

@@ -118,8 +118,8 @@ class NativeFusedSequences(FusedSequences):
         return self._entered[seq].unread
 
     @property
-    def rejected(self) -> float:  # type: ignore[override]
-        return max((one.step.rejected for one in self._entered.values()), default=-np.inf)
+    def highest_rejected(self) -> float:  # type: ignore[override]
+        return max((one.step.highest_rejected for one in self._entered.values()), default=-np.inf)
 
     def draft_costs(self, rates: TextRates) -> tuple[float, float]:
         """Timed on drafts of many levels and of one, over caches of their own (a level alone misses
@@ -248,7 +248,7 @@ class FusedSteps:
         self.cache, self._own = cache, own
         self._chooser = None if chooser is None or chooser.plain else chooser
         self._choose_path = choose_path
-        self.step.rejected = -np.inf
+        self.step.highest_rejected = -np.inf
 
     def enter(
         self,

@@ -204,13 +204,16 @@ def test_generations_are_the_base_s_and_share_captures(method: str) -> None:
             with_tape = generate(graphed, SpeculativeStep(drafter), prompts, stop=STOP)
             without = generate(plain, SpeculativeStep(other), prompts, stop=STOP)
             assert with_tape.sequences == without.sequences == base_s
-            found.append((with_tape.stats.drafted, with_tape.stats.accepted))
+            counts = [(out.stats.drafted, out.stats.accepted) for out in (with_tape, without)]
+            assert counts[0] == counts[1]
+            found.append(counts[0])
         return found
 
     first = rounds()
     assert sum(drafted for drafted, _ in first) and tape.captured and tape.replayed
     captured = tape.captured
-    assert rounds() == first and tape.captured == captured
+    rounds()  # drafts that continue the text learn from the first rounds, so they may differ
+    assert tape.captured == captured
     levels = getattr(drafter.runner, "_levels", None)
     assert drafter.runner._captured.fallback is None and (levels is None or not levels.fallback)
 

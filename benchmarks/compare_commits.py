@@ -55,6 +55,7 @@ class Worker:
     """A commit's engine in a process of its own. tree: the checkout."""
 
     def __init__(self, tree: Path, engine: list[Any]) -> None:
+        self._tree = tree
         environment = os.environ | {"PYTHONPATH": str(tree / "src")}
         self._process = subprocess.Popen(
             [sys.executable, "-c", WORKER, json.dumps(engine)],
@@ -71,7 +72,7 @@ class Worker:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line[len(word) :]
-        raise SystemExit(f"the process of {self._process.args[0]} ended with an error")
+        raise SystemExit(f"the process that runs {self._tree} ended with an error")
 
     def answer(self, method: str, ids: list[int], tokens: int) -> tuple[float, list[int]]:
         """(seconds, the new tokens)."""

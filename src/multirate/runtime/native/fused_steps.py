@@ -257,9 +257,10 @@ class FusedSteps:
         carried: Tensor | None = None,
         text: Sequence[int] | None = None,
     ) -> None:
-        """The sequence's next step refreshes all ``ids`` but the last. carried [len(ids), d], if
-        any.
-        text: all tokens so far, for drafts that look themselves up in it; None: these do not.
+        """The sequence's next step backfills all ``ids`` but the last.
+
+        carried: [len(ids), d], if any. text: all tokens so far, to look drafts up in; None: drafts
+            are not looked up.
         """
         self.limits.ngram.longest = 0 if text is None else self._longest
         self._text.set([] if text is None else text)
@@ -415,7 +416,7 @@ class FusedSteps:
                 store.make_room_to(length + self.capacity)
 
     def _read_caches(self) -> None:
-        """The step is told where the caches are, and the sequence's committed length."""
+        """Passes the caches' addresses and the sequence's committed length to the step."""
         cache, own, step = self.cache, self._own, self.step
         step.length = self.length
         step.caches, step.capacity = cache.address, cache.capacity

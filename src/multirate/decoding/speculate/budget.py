@@ -24,35 +24,42 @@ from multirate.runtime.fused import CAUGHT_UP_WITHIN
 
 now = time.perf_counter
 
-_MEMORY = 0.98  # of the running rate: about the last fifty steps
-_LEAST, _MOST = 0.02, 0.9
-_CHANGE = 0.05  # of the rate, below which thresholds stay as they are
-_ACCEPTED, _GUESSED = 0.8, 3.0  # first guess of the tokens that a step's own draft adds, and
-# the steps that it counts as; the same of what was measured before
-_MEASURED_LEVELS, _MEASURED = 5, 8.0
-_EXPLORED = 0.01  # of the time, for drafts that are not worth it by what is known
-_MOST_CREDIT = 2.0  # plain steps' time that may be saved for them
-_FIRST_CREDIT = 1.0  # and that a text begins with: it may suit drafts better than the last one did
-# (divided by the number of texts in a row that it did not: all tries of useless drafts together
-# then grow with the logarithm of the number of texts)
-_HORIZON = 128  # tokens over which catching up is paid off
-_PACE_MEMORY, _PACE_STEPS = 0.95, 4.0  # of timed steps, and how many the costs count as
-_USUAL_MEMORY, _USUAL_STEPS = 0.99, 20.0  # of the ratio of both kinds' paces
-_RAGGED = 0.35  # times the root of the logarithm of how many sequences a batch has (as the largest
-# of so many sums grows): by how much a node of a batch must bring more to pay. The sequences that
-# accept more end sooner, and the others' steps cost as much without them
-_TRIED_PLAIN = 2  # steps of so many sequences without own drafts, to compare with, first of all
-_LEAST_STREAM = 0.4, 0.7  # of the pace of steps without own drafts, that of those with them at
-# least: of one sequence, as its costs may have been measured while something else ran, and of more
-_DRAFTS = 2.0  # timed drafts that the costs of drafting count as
-_RESTED = 3  # steps without own drafts after which the next with them says little of what they
-# take: it catches up, and what it reads has left the caches
-_SWITCHING = 0.1  # tokens that own drafts may be thought to lose before they rest: coming back from
-# a rest costs as much
-_CATCHING_UP_MEMORY, _CAUGHT_UP = 0.8, 2.0  # of such steps, and how many the first guess counts as
-_DRAFT_RANGE = 20.0  # how many times less or more than the costs drafts may be timed to take
-_DEAREST_LEVEL = 5.0  # what a level may be timed to take beyond the costs, in times of them
-_SLOWEST = 0.3, 6.0  # timed over expected seconds, at least and at most
+# How fast measurements fade: the share of a running mean that one more step leaves.
+_MEMORY = 0.98  # seconds per token: about the last 50 steps
+_PACE_MEMORY = 0.95  # measured over expected seconds of a kind of step: about the last 20
+_USUAL_MEMORY = 0.99  # the usual ratio between the two kinds of step
+_CATCHING_UP_MEMORY = 0.8  # seconds of reading the rows that the draft branch missed
+
+# First guesses, and how many measured steps each guess weighs as much as.
+_ACCEPTED, _GUESSED = 0.8, 3.0  # tokens that the method's own draft adds to a step
+_MEASURED_LEVELS, _MEASURED = 5, 8.0  # the same, where the model card has acceptance rates
+_PACE_STEPS = 4.0  # step times are what the costs say
+_USUAL_STEPS = 20.0  # both kinds of step deviate from the costs alike
+_DRAFTS = 2.0  # drafting takes what the costs say
+_CAUGHT_UP = 2.0  # catching up takes what the costs say
+
+# Limits of what is measured, so that one bad measurement cannot decide for long.
+_LEAST, _MOST = 0.02, 0.9  # a node's minimum path probability
+_SLOWEST = 0.3, 6.0  # measured over expected seconds of a step
+_DRAFT_RANGE = 20.0  # measured over expected seconds of drafting, at most; at least 1 / this
+_DEAREST_LEVEL = 5.0  # extra seconds of a level, in units of its expected seconds
+_LEAST_OWN = 0.4, 0.7  # pace of steps with own drafts over that of steps without: one sequence
+# (its costs may have been measured while another program ran), and several
+
+# When the method's own drafts are tried although they are expected to lose.
+_EXPLORED = 0.01  # share of the time that such trials may take
+_MOST_CREDIT = 2.0  # plain steps' time that can be saved up for them
+_FIRST_CREDIT = 1.0  # plain steps' time at the start of a text, over the number of texts in a row
+# that own drafts did not suit: useless trials grow with the logarithm of the number of texts
+_RESTED = 3  # after this many steps without own drafts, the next one's time is not representative:
+# the branch catches up, and its weights have left the processor's caches
+_SWITCHING = 0.1  # tokens that own drafts may seem to lose before they stop, as restarting costs
+
+_CHANGE = 0.05  # thresholds are computed again when prices have changed by this share
+_HORIZON = 128  # tokens over which the cost of catching up is spread
+_RAGGED = 0.35  # a batch's sequences end at different times, and one that ends early saves little:
+# a drafted token is worth 1 / (1 + this · √ln(sequences)), as the largest of several sums grows
+_TRIED_PLAIN = 2  # plain steps that a batch of a new size takes first, to compare with
 
 
 class Plan(NamedTuple):
@@ -101,27 +108,27 @@ class BudgetPolicy:
             weight = _MEASURED
         longest = longest if rates is None else rates.longest
         self._new_drafted = partial(DraftedSteps, longest, accepted, weight)
-        # by the sequences of a step: the more, the dearer a node, and the shorter drafts are
+        # by the number of sequences in a step, as nodes cost more and drafts are shorter in a batch
         self._drafted: dict[int, DraftedSteps] = {}
         self._prices: dict[int, tuple[np.ndarray, list[float]]] = {}
-        # a refreshed row runs through the pieces of a level, without reading weights again
+        # catching up on a row computes what a level does, but reads no weights for it
         many = costs.verify_seconds(16) - costs.verify_seconds(8)
         row = max(many, 0.0) / 8 * min(costs.draft_step / costs.plain_step, 1.0)
-        # rows caught up on after a rest, and their seconds
+        # rows that the branch caught up on after a pause, and their seconds
         self._caught_up = _CAUGHT_UP * nodes
         self._catching_up = row * self._caught_up
-        self._rested = _RESTED  # steps without own drafts, last of all
-        self._look_again = False  # at own drafts, as the last were the first after a rest
+        self._rested = _RESTED  # steps without own drafts since the last with them
+        self._look_again = False  # own drafts must run once more: the last step's time told nothing
         # before the first steps: as if speculation halved the time of a token
         self._seconds, self._tokens = costs.plain_step / 2, 1.0
         self._last: float | None = None
-        self._credit = 0.0  # seconds that may go into trying what is not worth it
+        self._credit = 0.0  # seconds that trials may take
         self._most_credit = _MOST_CREDIT * costs.plain_step
-        self._unsuited = 0  # texts in a row that own drafts did not suit
-        self._worth_it: bool | None = None  # whether they were worth it when last asked
+        self._unsuited = 0  # texts in a row in which own drafts were not worth it
+        self._worth_it: bool | None = None  # whether own drafts were, in the last step
         self._paces: dict[int, _Paces] = {}  # by the sequences of a step
         self._pace = self._paces_of(1)
-        # seconds of own drafts, lately: as timed, less what slows all of a step, and by the costs
+        # recent seconds of own drafts: measured (over the plain steps' pace), and by the costs
         self._timed_drafts = self._expected_drafts = _DRAFTS * self._drafting(1)
         self._step = _StepUnderWay(Plan(True), 1)
         self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
@@ -168,7 +175,7 @@ class BudgetPolicy:
             self._took(begin - self._last)
         self._last = begin
         self._pace = self._paces_of(sequences)
-        if sequences != self._step.sequences:  # until more is known, a token takes its share
+        if sequences != self._step.sequences:  # first guess: scaled by the plain step's time
             before, now = self._step.sequences, sequences
             self._seconds *= self._plain(now) / now / (self._plain(before) / before)
         self._step = _StepUnderWay(Plan(True), sequences)
@@ -181,7 +188,7 @@ class BudgetPolicy:
             verify_threshold = self._row_prices(sequences)[0] * row
             draft_threshold = verify_threshold + self.costs.draft_step / sequences * level
             if sequences > 1:
-                # the further one sequence gets ahead of the others, the less another token is worth
+                # a token is worth less the further its sequence is ahead of the others
                 worth = self._ending_sooner(sequences) ** np.arange(1, self.nodes + 1)
                 draft_threshold, verify_threshold = (
                     draft_threshold / worth,
@@ -212,21 +219,21 @@ class BudgetPolicy:
             text += gain
             lengths.append(length)
         text *= self._ending_sooner(len(matches))
-        stream = self._own_gain([matched for matched, _ in matches])
+        own = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
-        chosen = stream - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
+        chosen = own - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
         self._worth_it = chosen
-        # costs are of one sequence: of more, plain steps are timed first, to compare with
+        # the costs are of one sequence; a batch first times plain steps to compare with
         unknown = rests and self._timed and len(matches) > 1
         if remaining < 1 or (unknown and self._pace.plain_steps < _TRIED_PLAIN):
             chosen = False  # at 0 the step's own token is the last one
         elif not rests and not any(lengths):
             chosen = True
         elif not chosen:
-            loss = max(text - stream, 0.0) * self._per_token + refresh
+            loss = max(text - own, 0.0) * self._per_token + refresh
             again = self._look_again and not any(lengths)
-            # a loss beyond all credit is a guess that may be wrong: a try, and the debt is paid off
+            # a loss above the most credit may be a wrong guess: it is tried once, as a debt
             if again or loss <= self._credit or self._credit >= self._most_credit:
                 chosen = True
                 self._credit -= loss
@@ -263,7 +270,7 @@ class BudgetPolicy:
             rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
         plain = self._plain(len(matched))
         drafting = self._draft_pace * self._drafting(levels)
-        own = self._pace.stream * (plain + rows + drafting)
+        own = self._pace.own * (plain + rows + drafting)
         seconds = own - self._pace.plain * plain
         return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
@@ -314,7 +321,7 @@ class BudgetPolicy:
     def _paces_of(self, sequences: int) -> _Paces:
         """Timing of steps of this many sequences; at first that of the last ones."""
         if sequences not in self._paces:
-            guess = (self._pace.plain, self._pace.stream) if self._paces else (1.0, 1.0)
+            guess = (self._pace.plain, self._pace.own) if self._paces else (1.0, 1.0)
             batch = sequences > 1  # the costs are of one sequence
             steps = 1.0 if batch else _PACE_STEPS
             self._paces[sequences] = _Paces(guess, steps * self._plain(sequences), batch)
@@ -338,14 +345,14 @@ class BudgetPolicy:
                     self._observe_draft(seconds_of_draft, said)
             drafting = self._draft_pace * (own + refresh)
         expected += drafting
-        usual = (self._pace.stream if step.plan.own else self._pace.plain) * expected
+        usual = (self._pace.own if step.plan.own else self._pace.plain) * expected
         # an interruption is not the step's
         seconds = min(seconds, 3 * usual) if self._timed else expected
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
         if after_rest:
             if step.refreshed > self.nodes:
-                beyond = seconds / self._pace.stream - (expected - self._draft_pace * refresh)
+                beyond = seconds / self._pace.own - (expected - self._draft_pace * refresh)
                 self._observe_catching_up(beyond, step.refreshed)
         elif self._timed:  # else steps take what costs say
             self._pace.observe(seconds, expected, drafting if step.plan.own else None)
@@ -383,7 +390,7 @@ class _StepUnderWay:
 
 class _Paces:
     """Measured times of steps of this many sequences, divided by what the costs say: `plain` for
-    steps without own drafts, `stream` with them, `level` for drafting.
+    steps without own drafts, `own` with them, `level` for drafting.
 
     A machine's speed may change while all steps are of one kind. The other kind's measurements
     therefore fade towards the usual ratio of both.
@@ -400,7 +407,7 @@ class _Paces:
         self._usual_seconds = [weight * ratio for ratio in guess]
         self._usual_expected = [weight, weight]
         self._drafting = 0.0  # of the expected seconds of steps with own drafts
-        self.plain, self.stream = guess
+        self.plain, self.own = guess
         self.level = self.plain
         self.plain_steps = 0
 
@@ -423,12 +430,12 @@ class _Paces:
             towards = now * usual[i] / usual[kind]
             self._guess[i] += (1 - _PACE_MEMORY) * (towards - self._guess[i])
         low, high = _SLOWEST
-        self.plain, self.stream = (min(max(self._estimate(i), low), high) for i in (0, 1))
-        self.stream = max(self.stream, _LEAST_STREAM[self._levels] * self.plain)
+        self.plain, self.own = (min(max(self._estimate(i), low), high) for i in (0, 1))
+        self.own = max(self.own, _LEAST_OWN[self._levels] * self.plain)
         self.level = self.plain
         self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
         if self._levels and self._drafting:
-            beyond = (self.stream - self.plain) * self._expected[1] / self._drafting
+            beyond = (self.own - self.plain) * self._expected[1] / self._drafting
             self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
 
     def _estimate(self, kind: int) -> float:

@@ -1,0 +1,1 @@
+"""`multirate serve`: one model behind an HTTP API that OpenAI's clients speak."""

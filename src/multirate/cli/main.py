@@ -21,6 +21,7 @@ from multirate.cli import (
     methods,
     pack,
     quantize,
+    serve,
     texts,
     train,
     tune,
@@ -49,6 +50,7 @@ USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts
 for name, module, panel, summary in (
     ("generate", generate, USE, "Generate text from a prompt."),
     ("demo", demo, USE, "Watch a model answer with and without drafts."),
+    ("serve", serve, USE, "Serve a model over HTTP, for OpenAI's clients."),
     ("methods", methods, USE, "List the methods, and their settings."),
     ("info", info, USE, "Show what a model is and how it runs here."),
     ("quantize", quantize, USE, "Write a model as a quantised GGUF file."),

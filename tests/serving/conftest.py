@@ -24,7 +24,7 @@ from serving.schedulers import Script, Scripted
 
 WORDS = tiny_model.tokenizer()
 END = WORDS.eos_token_id
-CONTEXT = 400
+CONTEXT = 2000
 
 
 def tokens(text: str, end: bool = True) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 Count = Annotated[int, Field(ge=0)]
+Choices = Annotated[list[str], Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -60,7 +61,7 @@ class StructuredOutputs(Part):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
 
 
@@ -88,7 +89,7 @@ class Sampled(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
     @property

@@ -34,7 +34,8 @@ class Constraint:
     @classmethod
     def choice(cls, choices: Sequence[str], param: str) -> Constraint:
         """One of several texts."""
-        return cls("lark", "start: " + " | ".join(json.dumps(one) for one in choices), param)
+        texts = [json.dumps(one, ensure_ascii=False) for one in choices]
+        return cls("lark", "start: " + " | ".join(texts), param)
 
 
 class Grammars:

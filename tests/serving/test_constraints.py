@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from multirate.errors import UserError
 from multirate.serving.constraints import Constrained, Constraint, Grammars
+from multirate.serving.errors import ApiError
 from multirate.serving.reading import forced_call
 from serving.conftest import END, WORDS, tokens
 
@@ -96,7 +96,7 @@ def test_a_grammar_begins_after_the_thought_that_the_prompt_opens() -> None:
     ],
 )
 def test_grammars_that_cannot_work_are_refused(constraint: Constraint) -> None:
-    with pytest.raises(UserError, match=f"^{constraint.param} "):
+    with pytest.raises(ApiError, match=f"^{constraint.param} "):
         GRAMMARS.matcher(constraint)
 
 

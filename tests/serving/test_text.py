@@ -85,8 +85,8 @@ def test_a_stop_string_across_tokens_is_never_shown_in_part() -> None:
 
 MARKED = st.lists(
     st.sampled_from(
-        ["<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "f"}', "a", " ", "\n", "<"]
-        + ['{"name": "g", "arguments": {"x": [1]}}', "</", "th"]
+        ["<think>", "</think>", "<tool_call>", "</tool_call>", "a", "<", "</", "th", " ", "\n"]
+        + 2 * ['{"name": "f"}', '{"name": "g", "arguments": {"x": [1]}}']
     ),
     max_size=8,
 ).map("".join)

@@ -97,7 +97,7 @@ class Service:
         try:
             if body.stream:
                 # Before any byte is sent, so that an early failure still has a status of its own.
-                first = await until_gone(request.receive, answers.next())
+                first = await until_gone(request.receive, _first(answers))
                 streams = True
                 close = partial(self._close, answers, job, record)
                 return EventStream(self._stream(answers, job, first, record), close)
@@ -108,16 +108,17 @@ class Service:
                 self._close(answers, job, record)
 
     async def _stream(
-        self, answers: Answers, job: Job, first: Update | None, record: Record
+        self, answers: Answers, job: Job, first: list[Update], record: Record
     ) -> AsyncIterator[bytes]:
         for event in job.opening():
             yield event
-        update = first
+        for update in first:
+            for event in job.events(update):
+                yield event
         try:
-            while update is not None:
-                for event in job.events(update):
+            while (following := await answers.next()) is not None:
+                for event in job.events(following):
                     yield event
-                update = await answers.next()
         except Exception as error:
             record.error = api_error(error)
             if record.error.status >= 500:
@@ -138,6 +139,16 @@ class Service:
 
     def _prompt(self, ids: Any) -> str:
         return self.model.decode(ids, skip_special=False)
+
+
+async def _first(answers: Answers) -> list[Update]:
+    """What happens up to the first token."""
+    found: list[Update] = []
+    while (update := await answers.next()) is not None:
+        found.append(update)
+        if update.read is None:
+            break
+    return found
 
 
 async def _all(answers: Answers) -> None:

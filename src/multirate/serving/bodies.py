@@ -101,8 +101,8 @@ class Sampled(Body):
 def _prompts(value: Any) -> list[str | list[int]]:
     """A text, token ids, or a list of these. Each kind is checked once, as lists may be long."""
     several = value if isinstance(value, list) else [value]
-    if several and all(type(one) is int for one in several):
-        return [several]
+    if isinstance(value, list) and value and all(type(one) is int for one in value):
+        return [value]
     for one in several:
         ids = isinstance(one, list) and all(type(token) is int for token in one)
         if not isinstance(one, str) and not ids:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from multirate.errors import UserError
+from multirate.serving.errors import ApiError
 
 _WHITESPACE = r"[ \n\t]{0,16}"
 """Between JSON's tokens. Without a limit a small model may write spaces for ever."""
@@ -58,7 +59,7 @@ class Grammars:
             return self._known
 
     def matcher(self, constraint: Constraint) -> Any:
-        """A matcher at the beginning of a text. Raises UserError for a grammar with an error and
+        """A matcher at the beginning of a text. Raises ApiError for a grammar with an error and
         for one that matches nothing.
         """
         from llguidance import LLMatcher
@@ -67,11 +68,11 @@ class Grammars:
         try:
             found = LLMatcher(tokens, _grammar(constraint), log_level=0)
         except ValueError as error:
-            raise UserError(f"{constraint.param} cannot be read: {_short(str(error))}") from None
+            raise _refused(constraint, "cannot be read", str(error)) from None
         if found.is_error():
-            raise UserError(f"{constraint.param} cannot be used: {_short(found.get_error())}")
+            raise _refused(constraint, "cannot be used", found.get_error())
         if _dead(found):
-            raise UserError(f"{constraint.param} matches no text at all")
+            raise _refused(constraint, "matches no text at all")
         return found
 
     def _make(self) -> Any:
@@ -151,6 +152,14 @@ def _dead(matcher: Any) -> bool:
     return bool(probe.is_error())
 
 
+def _refused(constraint: Constraint, fact: str, reason: str = "") -> ApiError:
+    said = f"{constraint.param} {fact}"
+    message = f"{said}: {_short(reason)}" if reason else said
+    return ApiError(message, constraint.param.partition(".")[0], logged=said)
+
+
 def _short(message: str) -> str:
-    """The first line of a message."""
-    return message.strip().splitlines()[0][:200] if message.strip() else "no reason is given"
+    """The line of a message that says what is wrong: the one after "error:", else the first."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()] or ["no reason given"]
+    named = [line for line in lines if line.startswith("error: ")]
+    return (named or lines)[0].removeprefix("error: ")[:200]

@@ -27,13 +27,18 @@ class ApiError(Exception):
         status: int = 400,
         code: str | None = None,
         headers: dict[str, str] | None = None,
+        logged: str | None = None,
     ) -> None:
+        """param: the field of the body. logged: what the log says instead of a message that quotes
+        the client.
+        """
         super().__init__(message)
         self.message = message
         self.param = param
         self.status = status
         self.code = code
         self.headers = headers or {}
+        self.logged = logged or message
 
     def body(self) -> dict[str, Any]:
         """`{"error": {message, type, param, code}}`."""

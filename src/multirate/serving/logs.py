@@ -62,7 +62,7 @@ class Record:
                 "decode_seconds": round(used.decode_seconds, 4),
             }
         if self.error is not None:
-            found |= {"error": self.error.message, "param": self.error.param}
+            found |= {"error": self.error.logged, "param": self.error.param}
         return {name: value for name, value in (found | self.texts).items() if value is not None}
 
 

@@ -41,6 +41,7 @@ class ServedModel:
     created: int = field(default_factory=lambda: int(time.time()))
     """Seconds since 1970."""
     grammars: Grammars = field(init=False)
+    _texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         grammars = Grammars(self.tokenizer, self.vocabulary, self.ends)
@@ -106,7 +107,10 @@ class ServedModel:
 
     def token_text(self, token: int) -> str:
         """One token, with special tokens' own text."""
-        return self.decode([token], skip_special=False)
+        found = self._texts.get(token)
+        if found is None:
+            found = self._texts[token] = self.decode([token], skip_special=False)
+        return found
 
     def token_bytes(self, token: int) -> list[int]:
         """One token's bytes: part of a character where the token is."""

@@ -75,6 +75,7 @@ class Scripted(Scheduler):
     def __post_init__(self) -> None:
         self.go = threading.Event()
         self.stopping = False
+        self.stopped = threading.Event()
         self.ended = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -107,13 +108,14 @@ class Scripted(Scheduler):
         end = time.monotonic() + seconds
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
-        for ticket in self.tickets:
-            ticket.cancel()
+        self.stopped.set()
 
     def _run(self, request: Request, script: Script, deliver: Deliver, ticket: _Ticket) -> None:
         try:
             if all(self._passes(stage, script, ticket) for stage in ("queue", "prefill")):
                 self._deliver(request, script, deliver, ticket)
+            if self.stopped.is_set() and not ticket.cancelled.is_set():
+                deliver(Failed(Stopping("the server is shutting down")))
         finally:
             self.ended.release()
 
@@ -122,7 +124,7 @@ class Scripted(Scheduler):
         if script.stuck == stage:
             self.reached.append(stage)
             while not self.go.wait(0.005):
-                if ticket.cancelled.is_set():
+                if ticket.cancelled.is_set() or self.stopped.is_set():
                     return False
         return not ticket.cancelled.is_set()
 

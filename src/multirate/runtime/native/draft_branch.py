@@ -135,6 +135,10 @@ class NativeBranch(PackedBranch):
         if self._layer is not None:
             self._layer.window = tokens
 
+    @property
+    def own_cache(self) -> NativeKVCache | None:
+        return self._own
+
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)
         self._cache, self._own = cache, self._own_cache_for(cache)

@@ -102,6 +102,13 @@ class NativeFusedSequences(FusedSequences):
         steps.enter(seq, ids, carried, text)
         steps.learn_from(rates, calibration)
 
+    def leave(self, seq: int) -> None:
+        if seq in self._entered:
+            self._free.append(self._entered.pop(seq))
+
+    def settle(self, seq: int) -> None:
+        self._entered[seq].settle()
+
     def run(self, seqs: Sequence[int], growths: Sequence[Growth]) -> list[FusedStep]:
         return run_together([self._entered[seq] for seq in seqs], growths)
 
@@ -243,10 +250,10 @@ class FusedSteps:
     ) -> None:
         """A generation over ``cache``, with the branch's own layer's K/V in ``own``.
 
-        chooser: of the tokens (without a repetition penalty); None: greedy ones.
+        chooser: of the tokens; None: greedy ones.
         """
         self.cache, self._own = cache, own
-        self._chooser = None if chooser is None or chooser.plain else chooser
+        self._chooser = chooser
         self._choose_path = choose_path
         self.step.highest_rejected = -np.inf
 
@@ -274,11 +281,6 @@ class FusedSteps:
             read = carried if self._carries else None
             self.unread.add(ids[:-1], None if read is None else read[:-1].clone())
 
-    @property
-    def bare(self) -> bool:
-        """Whether the kernel chooses the tokens."""
-        return self._chooser is None or self._chooser.bare
-
     def prepare(self, growth: Growth) -> None:
         """The step's limits, caches and noise, and what enters."""
         limits, branch = self.limits, growth.own
@@ -302,8 +304,10 @@ class FusedSteps:
     def _take_noise(self) -> None:
         """That of the token after the last one."""
         chooser = self._chooser
-        noise = None if chooser is None else chooser.noise(self.step.sequence)
-        packed = abi.NULL if noise is None else abi.noise_of([noise])
+        seq = self.step.sequence
+        noise = None if chooser is None else chooser.noises([seq], [0])
+        packed = abi.NULL if noise is None else abi.noise_of(noise)
+        self.step.chooses = chooser is None or chooser.by_argmax([seq])
         self.limits.noise = packed
         self.step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
@@ -385,6 +389,20 @@ class FusedSteps:
         self.entered = count + entered
         self.unread.clear()
 
+    def settle(self) -> None:
+        """All tokens but the last, which enters next, run through the branch."""
+        if not self._backfill:
+            return
+        entered = self.entered
+        if entered > 1:
+            self._set_aside(entered - 1)
+            self._ids[0], self._carried[0] = self._ids[entered - 1], self._carried[entered - 1]
+            self.entered = 1
+        if self.unread:
+            self.grow_caches()
+            self._read_caches()
+            _catch_up([self])
+
     def learn_from(
         self, rates: TextRates | None, calibration: ConfidenceCounts | None = None
     ) -> None:
@@ -439,33 +457,32 @@ def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list
         one.grow_caches()
     for i in order:
         every[i].prepare(growths[i])
-    _catch_up(those)
-    first, bare = those[0], those[0].bare
+    _catch_up([one for one in those if one.unread and one.limits.own])
+    first = those[0]
     finite = library.kernel().mr_speculative_steps(
         first.decoder.workspace.address,
         abi.ffi.new("SpeculativeStep *[]", [one.step for one in those]),
         len(those),
-        int(bare),
     )
     if not finite:
         raise UserError(NOT_FINITE)
-    if not bare:
-        first.accept_chosen()
+    for one in those:
+        if not one.step.chooses:
+            one.accept_chosen()
     return [one.ended() for one in every]
 
 
 def _catch_up(every: Sequence[FusedSteps]) -> None:
-    """Tokens that wait for a branch that drafts now, more than enter with its draft, run through
-    it; only its own K/V are written.
+    """Tokens that wait for the branch, more than enter with its next draft, run through it; only
+    its own K/V are written.
     """
-    behind = [one for one in every if one.unread and one.limits.own]
-    if not behind:
+    if not every:
         return
-    for one in behind:  # what the branch's own layer will not see
+    for one in every:  # what the branch's own layer will not see
         one.unread.keep_newest(one.window)
-    first = behind[0]
-    ids = np.array([token for one in behind for token in one.unread.ids], np.int64)
-    pieces = [piece for one in behind for piece in one.unread.carried]
+    first = every[0]
+    ids = np.array([token for one in every for token in one.unread.ids], np.int64)
+    pieces = [piece for one in every for piece in one.unread.carried]
     carried = torch.cat(pieces).contiguous() if pieces else None
     rows = Rows.concat(
         [
@@ -474,7 +491,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
                 one.length - one.entered + 1 - len(one.unread),
                 len(one.unread),
             )
-            for one in behind
+            for one in every
         ]
     )
     x = abi.floats_for(len(ids), first.decoder.info.hidden_size)
@@ -491,5 +508,5 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         abi.tensor(carried),
         abi.tensor(x),
     )
-    for one in behind:
+    for one in every:
         one.unread.clear()

@@ -183,8 +183,7 @@ class Batch:
     def advance(self) -> None:
         """One step of all sequences that decode."""
         session = self.session
-        session.stats.target_passes += 1
-        session.stats.sequence_steps += len(session.active)
+        session.count_steps()
         self.step.run(session)
         session.drop_finished()
 

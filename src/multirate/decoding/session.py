@@ -14,7 +14,7 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.prefill import PREFILL_ROWS, read_in_pieces
 from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
 from multirate.decoding.prompts import as_list, as_lists
-from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
+from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens, Origin
 from multirate.decoding.sampler import Observe, Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
@@ -28,6 +28,9 @@ _EAGER_SLOTS = (
 _NEXT_TURN_SLOTS = 512  # more of them where a later turn may go on in the same cache
 
 
+OnEmitted = Callable[[int, list[int], Sequence[Origin]], None]
+
+
 class Session:
     """State of one generation over a batch of prompts.
 
@@ -39,6 +42,8 @@ class Session:
     active: the sequences that have not ended.
     draft_limits: by sequence, how many tokens a step may draft for it, where that is limited.
     stops, stats: a StopTracker and a DecodeStats.
+    each: the stats of each sequence by itself, without times.
+    on_emitted: called with a sequence's new tokens and their origins; None: not called.
 
     Arguments:
 
@@ -81,6 +86,8 @@ class Session:
             "the context" if info.claimed_positions is None else info.context,
         )
         self.stats = DecodeStats()
+        self.each = [DecodeStats() for _ in prompts]
+        self.on_emitted: OnEmitted | None = None
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
         self.draft_limits: dict[int, int] = {}
@@ -141,6 +148,7 @@ class Session:
         self.prompts[seq] = prompt
         self.cache.truncate(seq, 0)
         self._inexact_from.pop(seq, None)
+        self.each[seq] = DecodeStats()
 
     def leave(self, seq: int) -> None:
         """The sequence ends, whatever it has emitted; its place is free."""
@@ -199,16 +207,31 @@ class Session:
         stop = self.decoder.info.num_layers if stop is None else stop
         return self.decoder.first_layers(ids, rows, stop, self.cache)
 
-    def emit(self, seq: int, block: list[int]) -> int:
+    def emit(self, seq: int, block: list[int], origins: Sequence[Origin] = ("model",)) -> int:
         """Appends a block of tokens to a sequence, cut where it ends, and streams them. Returns how
         many were kept.
         """
         kept = self.stops.push(seq, block)
         self.sampler.tokens[seq] += kept
         self.stats.tokens += len(kept)
+        self.each[seq].tokens += len(kept)
         if self._on_tokens is not None and kept:
             self._on_tokens(seq, kept)
+        if self.on_emitted is not None and kept:
+            self.on_emitted(seq, kept, origins[: len(kept)])
         return len(kept)
+
+    def count_steps(self) -> None:
+        """One pass of all active sequences begins."""
+        self.stats.target_passes += 1
+        self.stats.sequence_steps += len(self.active)
+        for b in self.active:
+            self.each[b].sequence_steps += 1
+
+    def count_draft(self, seq: int, drafted: int, levels: int, accepted: int) -> None:
+        """As `DecodeStats.count_draft`, of a sequence."""
+        self.stats.count_draft(drafted, levels, accepted)
+        self.each[seq].count_draft(drafted, levels, accepted)
 
     def most_drafted(self, seq: int) -> int:
         """How many tokens of a draft are of use: the sequence may emit one more."""

@@ -153,6 +153,8 @@ class FusedStep:
     """Number of nodes in its draft."""
     levels: int
     """Depth of its draft."""
+    own: int = 0
+    """How many of the draft's nodes, the first ones, the branch drafted; the rest is the text's."""
     unverified: frozenset[int] = frozenset()
     """Places in `tokens` of the ones that were accepted unverified."""
     draft_seconds: float = field(default=0.0, compare=False)

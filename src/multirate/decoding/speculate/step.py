@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from multirate.decoding.results import Origin
 from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
 from multirate.decoding.speculate.budget import BudgetPolicy
@@ -155,10 +156,15 @@ class SpeculativeStep(Step):
         found = self._verify(session, seqs, last_tokens, drafts) if in_place is None else [in_place]
         for b, draft, verified, bonus in found:
             path = verified.path
-            kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
+            origins: list[Origin] = [
+                "text" if node in draft.copied else "draft" for node in path[1:]
+            ]
+            kept = session.emit(
+                b, [*(draft.tokens[node - 1] for node in path[1:]), bonus], [*origins, "model"]
+            )
             self._count_exits(session, kept, sum(n in draft.unverified for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
-            session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
+            session.count_draft(b, len(draft.tokens), levels, min(kept, len(path) - 1))
             self._tell_policy(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
@@ -191,12 +197,12 @@ class SpeculativeStep(Step):
             return False
         for b, done in zip(request.seqs, every, strict=True):
             self._tell_policy(b, len(done.tokens), done.levels, done.drafted)
-            kept = session.emit(b, done.tokens)
+            accepted = len(done.tokens) - 1
+            origins: list[Origin] = ["draft" if n < done.own else "text" for n in range(accepted)]
+            kept = session.emit(b, done.tokens, [*origins, "model"])
             self._count_exits(session, kept, sum(place < kept for place in done.unverified))
             session.cache.commit(b, kept)
-            session.stats.count_draft(
-                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
-            )
+            session.count_draft(b, done.drafted, done.levels, min(kept, accepted))
         return True
 
     def _verify_in_one_call(

@@ -66,7 +66,9 @@ class TextDrafter(Drafter):
         for b, limit in request.pairs:
             most = min(limit, self._most)
             tokens, matched = self._texts[b].look_up(self._text(b), most)
-            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
+            draft = Draft.chain(tokens[: self._wanted(matched)])
+            draft.copied = range(1, len(draft.tokens) + 1)
+            drafts.append(draft)
         return drafts
 
     def matched(self, seqs: Sequence[int]) -> list[int]:

@@ -320,6 +320,7 @@ class FusedSteps:
             self._ids[: self.entered].tolist(),
             step.drafted,
             step.levels,
+            step.drafted - step.text.continued,
             _places(step.unverified_tokens),
             step.draft_seconds,
         )

@@ -24,6 +24,7 @@ LAYERS = (
     ("experts",),
     ("engine",),
     ("integration",),
+    ("serving",),
     ("lab",),
     ("cli",),
     ("__main__",),

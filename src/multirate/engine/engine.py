@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from multirate.decoding.logits import SamplingSettings
@@ -348,8 +348,13 @@ class Engine(GenerationDefaults):
 
     def _joining(self) -> list[str]:
         """The methods whose steps sequences can join."""
-        steps = {name: self._steps.of(name) for name in self.methods()}
-        return [name for name, one in steps.items() if one is None or one.step.joins]
+        found = list[str]()
+        for name in self.methods():
+            with suppress(UserError):  # it needs settings, such as a draft model
+                one = self._steps.of(name)
+                if one is None or one.step.joins:
+                    found.append(name)
+        return found
 
     def forget(self) -> None:
         """Drops the kept K/V: the next prompt is read from its first token, in the memory they

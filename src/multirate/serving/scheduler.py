@@ -184,8 +184,9 @@ class BatchScheduler(Scheduler):
                 self._ready.set()
                 self._serve(decoder, step)
         except BaseException as error:
+            if self._ready.is_set():
+                log.exception("the decoding thread ended")
             self._refused = error
-            raise
         finally:
             self._ready.set()
             with self._changed:
@@ -285,6 +286,7 @@ class BatchScheduler(Scheduler):
         )
         job.joined = time.perf_counter()
         self._running[seq] = job
+        self._count_running()
 
     def _observer(self, job: Job) -> Callable[[Tensor, int], None] | None:
         top = job.request.logprobs
@@ -378,6 +380,7 @@ class BatchScheduler(Scheduler):
         self._batch.session.sampler.failed.pop(seq, None)
         self._batch.leave(seq)
         del self._running[seq]
+        self._count_running()
 
     def _give_up(self, error: Exception, decoder: Decoder, step: Step) -> None:
         """A step failed: its requests end, and others go on with a new batch."""
@@ -387,14 +390,18 @@ class BatchScheduler(Scheduler):
         for job in self._running.values():
             job.tell(Failed(error))
         self._running = {}
+        self._count_running()
         self._batch = self._new_batch(decoder, step)
+
+    def _count_running(self) -> None:
+        with self._changed:
+            self._counters.running = len(self._running)
 
     def _count(self) -> None:
         stats, before, batch = self._batch.session.stats, self._before, self._batch
         both = before.accepted_at, stats.accepted_at
         with self._changed:
             counters = self._counters
-            counters.running = len(self._running)
             counters.new_tokens = before.new_tokens + stats.tokens
             counters.steps = before.steps + stats.sequence_steps
             counters.drafts = before.drafts + (stats.tried_at[0] if stats.tried_at else 0)

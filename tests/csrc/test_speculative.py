@@ -288,7 +288,7 @@ def drawn(decoder: NativeDecoder, prompt: list[int], count: int, sampler: Sample
     cache, entering = decoder.new_cache(1, 128), list(prompt)
     for _ in range(count):
         rows = Rows.causal(0, cache.lengths[0], len(entering))
-        noise = [sampler.noise(0)] * len(entering)
+        noise = sampler.noises([0] * len(entering), [0] * len(entering))
         _, chosen = decoder.next_tokens(rows, cache, entering, noise=noise)
         cache.commit(0, len(entering))
         entering = [chosen[-1]]
@@ -386,7 +386,7 @@ def test_a_given_draft_is_verified_as_by_its_parts(
         text = plain(decoder, prompt, 12)
     token, length, rng = text[0], len(prompt), np.random.default_rng(nodes)
     sampler, longest = Sampler(settings, [[*prompt, token]]), 0
-    noises = [sampler.noise(0, ahead) for ahead in range(64)] if temperature else None
+    noises = sampler.noises([0] * 64, range(64))
     for number in range(8):
         draft = random_draft(rng, nodes, text[1:])
         if not number:
@@ -434,7 +434,7 @@ def test_a_given_draft_is_verified_as_by_its_parts(
 def test_logits_that_are_not_finite_end_the_verification_of_a_given_draft() -> None:
     decoder, prompt = make_decoder(), [5, 6, 7]
     cache, token = start(decoder, prompt)
-    noise = Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]).noise(0)
+    [noise] = Sampler(SamplingSettings(1.0, seed=0), [[*prompt, token]]).noises([0], [0])
     embedding_of(decoder)[token] = torch.nan
     with pytest.raises(UserError, match="not finite"):
         decoder.verify_draft(cache, 0, [token, 3], [0], noise)

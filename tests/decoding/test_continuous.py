@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import pytest
 
+from multirate.decoding import batch
 from multirate.decoding.continuous import generate_continuously
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.loop import generate
 from multirate.decoding.plain import PlainStep
-from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
 
@@ -19,10 +19,10 @@ from .helpers import MAX_POSITIONS, tiny
 PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [2, 2], [11, 3, 1], [7], [9, 8, 7, 6], [12, 1]]
 
 
-def run(prompts, batch, **settings):
+def run(prompts, places, **settings):
     _, decoder = tiny()
     waiting = iter(prompts)
-    return list(generate_continuously(decoder, lambda: next(waiting, None), batch, **settings))
+    return list(generate_continuously(decoder, lambda: next(waiting, None), places, **settings))
 
 
 @pytest.mark.parametrize("batch", [1, 3, 20])
@@ -39,13 +39,13 @@ def test_answers_are_those_of_a_prompt_alone(batch):
 
 
 def test_free_places_of_a_large_batch_are_filled_together(monkeypatch):
-    read, prefill = [], Session.prefill
+    read, read_rows = [], batch.read_rows
 
-    def noted(session, *arguments, **options):
-        read.append(len(options["seqs"]))
-        return prefill(session, *arguments, **options)
+    def noted(decoder, cache, parts, *arguments):
+        read.append(len(parts))
+        return read_rows(decoder, cache, parts, *arguments)
 
-    monkeypatch.setattr(Session, "prefill", noted)
+    monkeypatch.setattr(batch, "read_rows", noted)
     stop = StopSettings(max_new_tokens=12, eos_token_ids=(3, 7))
     found = run(PROMPTS * 12, 48, stop=stop)
     assert sorted(f.number for f in found) == list(range(96))

@@ -4,7 +4,7 @@ places, and tokens have the distribution that they should.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,7 +116,7 @@ class Meddler(Drafter):
     def draft(self, request: DraftRequest) -> list[Draft]:
         for b in request.seqs:
             for ahead in (5, 0, 2):
-                request.sampler.noise(b, ahead).values(13)
+                request.sampler.noises([b], [ahead])
         return [Draft.chain([0, 0]) for _ in request.seqs]
 
 
@@ -133,10 +133,12 @@ def test_a_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a draft that took the random numbers of the place before."""
     _, decoder = tiny(1)
     true = futures(decoder, SETTINGS["plain"], 1)
-    right: Callable[..., Noise] = Sampler.noise
-    monkeypatch.setattr(
-        Sampler, "noise", lambda self, seq, ahead=0: right(self, seq, max(ahead - 1, 0))
-    )
+    right: Callable[..., list[Noise] | None] = Sampler.noises
+
+    def one_before(self: Sampler, seqs: Sequence[int], ahead: Sequence[int]) -> list[Noise] | None:
+        return right(self, seqs, [max(place - 1, 0) for place in ahead])
+
+    monkeypatch.setattr(Sampler, "noises", one_before)
     drafter = ScriptedDrafter(scripts("right", true, 13, 0))
     stop = StopSettings(max_new_tokens=20)
     out = generate(decoder, SpeculativeStep(drafter), PROMPTS[:1], SETTINGS["plain"], stop)

@@ -37,7 +37,7 @@ from multirate.methods.m2r2.train import M2R2Objective
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.hf.decoder import HFDecoder
 from multirate.runtime.native import NativeDecoder
-from multirate.runtime.native.fused_steps import NativeFusedSequences
+from multirate.runtime.native.fused_sequences import NativeFusedSequences
 from multirate.training.checkpoint import Accelerator
 
 from .fused_steps import assert_fused_steps_are_steps_in_parts

@@ -52,7 +52,7 @@ static void argmax_of_rows(Workspace *work, int count, int vocab, float eps, con
         screen_rows(work, head, screen, x, norm, eps, count, vocab, logits);
         for (int n = 0; n < count; n++)
             tokens[n] = screened_token(work, head, screen, n, logits + (size_t)n * head->outputs,
-                                       vocab, noise ? &noise[n] : NULL);
+                                       vocab, noise && adds(&noise[n]) ? &noise[n] : NULL);
         return;
     }
     mr_linear(work, head, x, norm, eps, count, logits, 0);

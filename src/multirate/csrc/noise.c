@@ -8,6 +8,9 @@ void mr_noise(const Noise *noise, const int64_t *ids, int count, float *to) {
 
 void mr_noisy_argmax(const float *logits, int count, int vocab, int stride, const Noise *noise,
                      int64_t *tokens) {
-    for (int n = 0; n < count; n++)
-        tokens[n] = vectors()->noisy_argmax(logits + (size_t)n * stride, vocab, &noise[n]);
+    for (int n = 0; n < count; n++) {
+        const float *row = logits + (size_t)n * stride;
+        tokens[n] = adds(&noise[n]) ? vectors()->noisy_argmax(row, vocab, &noise[n])
+                                    : vectors()->argmax(row, vocab);
+    }
 }

@@ -1,17 +1,18 @@
-// Rounds: draft, verify, accept, and move the accepted path into place. It is one call if tokens
-// are the argmax of the logits, with or without noise; otherwise the caller chooses the tokens
-// between two calls.
+// Rounds: draft, verify, accept, and move the accepted path into place. It is one call for
+// sequences whose tokens are the argmax of the logits, with or without noise; for others the caller
+// chooses the tokens between two calls.
 #include "drafts.h"
 #include "heads.h"
 
 // What verification leaves of rows: [rows, hidden], [rows, taps, hidden], [rows, head->outputs].
 typedef struct {
     float *hidden, *features, *logits;
-    int first; // which row of the last screen_rows the first is
+    int first;    // which row of the last screen_rows the first is
+    int screened; // logits are upper bounds
 } Verified;
 
 static Verified all_rows(const SpeculativeStep *step) {
-    return (Verified){step->hidden, step->features, step->scratch, 0};
+    return (Verified){step->hidden, step->features, step->scratch, 0, 0};
 }
 
 // The target model's token after a node `ahead` levels below the last token, by its row of logits;
@@ -23,7 +24,7 @@ static int64_t target_token(Workspace *work, const SpeculativeStep *step, const 
     Noise noise = {0};
     if (step->noise)
         noise = noise_ahead(step->noise, ahead);
-    if (step->screen)
+    if (rows->screened)
         return screened_token(work, step->head, step->screen, rows->first + node, logits, vocab,
                               step->noise ? &noise : NULL);
     if (!step->noise)
@@ -222,45 +223,50 @@ static Verified room_for_verified(Workspace *work, const SpeculativeStep *step, 
     work->verified = grown(work->verified, rows * (d + taps * d + (size_t)step->head->outputs) *
                                                sizeof *work->verified);
     float *features = work->verified + rows * d;
-    return (Verified){work->verified, features, features + rows * taps * d, 0};
+    return (Verified){work->verified, features, features + rows * taps * d, 0, 0};
 }
 
-// Verifies the drafts of steps [first, last) in one pass over `rows` rows, and accepts, if it is to
-// choose. Returns 0 where logits are not finite, and then emits nothing more.
+// Verifies the drafts of steps [first, last) in one pass over `rows` rows, and accepts those whose
+// tokens it is to choose. Returns 0 where logits are not finite, and then emits nothing more.
 static int verify_together(Workspace *work, SpeculativeStep *const *steps, int first, int last,
-                           int start, int rows, const RowTable *table, int choose) {
+                           int start, int rows, const RowTable *table) {
     const SpeculativeStep *step = steps[first];
     size_t d = (size_t)step->branch->shape->hidden;
     Verified all = room_for_verified(work, step, last - first);
+    size_t outputs = (size_t)step->head->outputs;
     float *x = all.hidden;
+    all.screened = step->screen != NULL;
     for (int s = first; s < last; s++) {
         size_t count = (size_t)steps[s]->drafted + 1;
         memmove(x, steps[s]->hidden, count * d * sizeof(float));
         x += count * d;
+        all.screened &= steps[s]->chooses;
     }
-    run_rows(work, step, choose ? step->screen : NULL, table, rows, start, all);
-    for (int s = first; choose && s < last; s++) {
+    run_rows(work, step, all.screened ? step->screen : NULL, table, rows, start, all);
+    for (int s = first; s < last; s++) {
         SpeculativeStep *one = steps[s];
         size_t count = (size_t)one->drafted + 1;
         int32_t path[MAX_NODES + 1];
         memmove(one->hidden, all.hidden, count * d * sizeof(float));
-        if (emit(work, one, &all, path) < 0)
+        if (!one->chooses)
+            memmove(one->scratch, all.logits, count * outputs * sizeof(float));
+        else if (emit(work, one, &all, path) < 0)
             return 0;
         all.hidden += count * d;
-        all.logits += count * (size_t)one->head->outputs;
+        all.logits += count * outputs;
         all.first += (int)count;
     }
     return 1;
 }
 
-int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count, int choose) {
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count) {
     int start = draft(work, steps, count), begin = 0, rows = 0;
     RowTable table, one;
     for (int s = 0; s < count; s++) {
         SpeculativeStep *step = steps[s];
         step->levels = verification_rows(step, &one);
         if (rows + step->drafted + 1 > MAX_NODES + 1) {
-            if (!verify_together(work, steps, begin, s, start, rows, &table, choose))
+            if (!verify_together(work, steps, begin, s, start, rows, &table))
                 return 0;
             begin = s;
             rows = 0;
@@ -268,7 +274,7 @@ int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int cou
         for (int n = 0; n <= step->drafted; n++, rows++)
             set_row(&table, rows, one.seq[n], one.slot[n], one.pos[n], one.prefix[n], one.tree[n]);
     }
-    return verify_together(work, steps, begin, count, start, rows, &table, choose);
+    return verify_together(work, steps, begin, count, start, rows, &table);
 }
 
 int mr_verify_draft(Workspace *work, SpeculativeStep *step, int nodes, int start, int k,
@@ -277,6 +283,7 @@ int mr_verify_draft(Workspace *work, SpeculativeStep *step, int nodes, int start
     int d = branch->shape->hidden;
     RowTable table;
     Verified rows = all_rows(step);
+    rows.screened = step->screen != NULL;
     step->drafted = nodes;
     step->unverified_nodes = step->unverified_tokens = 0;
     step->levels = verification_rows(step, &table);

@@ -14,6 +14,11 @@
 
 #include "include/model.h"
 
+// Whether a row's noise adds anything: a greedy sequence's, beside others that sample, does not.
+static inline int adds(const Noise *noise) {
+    return noise->scale > 0;
+}
+
 static inline float from_bf16(bf16 b) {
     union {
         uint32_t u;

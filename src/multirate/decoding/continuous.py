@@ -6,13 +6,15 @@ its size as long as there are prompts.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from multirate.decoding.batch import Batch, Joining
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.plain import PlainStep
+from multirate.decoding.prefill import PREFILL_ROWS
 from multirate.decoding.results import FinishReason
-from multirate.decoding.session import Session
 from multirate.decoding.stopping import StopSettings
 from multirate.runtime.decoder import Decoder
 from multirate.torch_modes import own_modes
@@ -50,47 +52,34 @@ def generate_continuously(
     its prompt, the settings and its number, which selects its random numbers; `first_number` is the
     first prompt's. Raises UserError as `generate` does.
     """
-    first = [prompt for _ in range(batch) if (prompt := next_prompt()) is not None]
+    # A generator: it leaves the caller's modes within a pass only, not between two.
+    prompts = iter(next_prompt, None)
+    first = list(itertools.islice(prompts, batch))
     if not first:
         return
-    # A generator: it leaves the caller's modes within a pass only, not between two.
     with own_modes():
-        session = Session(decoder, first, sampling, stop)
-    numbers = {seq: first_number + seq for seq in range(len(first))}
-    for seq, prompt in enumerate(first):
-        session.sampler.restart(seq, prompt, numbers[seq])
-    following, fresh, step = first_number + len(first), list(session.active), PlainStep()
+        going = Batch(decoder, PlainStep(), len(first), sampling, stop)
+    numbers, following = dict[int, int](), first_number
+    waiting = first
     try:
-        while numbers:
+        while numbers or waiting:
+            for prompt in waiting:
+                seq, _ = going.join(Joining(prompt, following))
+                numbers[seq] = following
+                following += 1
             with own_modes():
-                _advance(session, step, fresh)
-            ended = [seq for seq in sorted(numbers) if session.stops.reasons[seq] is not None]
+                while going.reading:
+                    going.read(PREFILL_ROWS)
+                if going.session.active:
+                    going.advance()
+            ended = going.ended
             for seq in ended:
-                reason = session.stops.reasons[seq]
+                reason = going.session.stops.reasons[seq]
                 assert reason is not None
-                yield Finished(numbers.pop(seq), session.stops.new_tokens[seq], reason)
-            fresh = []
-            free = [seq for seq in range(len(first)) if seq not in numbers]
-            if not ended or (numbers and len(free) < len(first) // REFILL_SHARE):
-                continue
-            for seq in free:
-                if (replacement := next_prompt()) is not None:
-                    session.replace(seq, replacement, following)
-                    numbers[seq] = following
-                    following += 1
-                    fresh.append(seq)
+                yield Finished(numbers.pop(seq), going.session.stops.new_tokens[seq], reason)
+                going.leave(seq)
+            waiting = []
+            if ended and (not numbers or going.free >= len(first) // REFILL_SHARE):
+                waiting = list(itertools.islice(iter(next_prompt, None), going.free))
     finally:
-        decoder.release_cache(session.cache)
-
-
-def _advance(session: Session, step: PlainStep, fresh: list[int]) -> None:
-    """Reads the `fresh` sequences' prompts, then runs one pass of all."""
-    fresh = [seq for seq in fresh if seq in session.active]
-    if fresh:
-        hidden, _ = session.prefill(seqs=fresh)
-        session.first_tokens(hidden, fresh)
-    if session.active:
-        session.stats.target_passes += 1
-        session.stats.sequence_steps += len(session.active)
-        step.run(session)
-        session.drop_finished()
+        going.close()

@@ -48,8 +48,7 @@ def generate(
         _read_prompts(session, step)
     spent = decoder.spent() if step.tells_split else None
     while session.active:
-        session.stats.target_passes += 1
-        session.stats.sequence_steps += len(session.active)
+        session.count_steps()
         step.run(session)
         session.drop_finished()
         if after_step is not None:

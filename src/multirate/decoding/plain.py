@@ -13,14 +13,15 @@ class PlainStep(Step):
     """
 
     tells_split = True
+    joins = True
 
     def run(self, session: Session) -> None:
         cache, sampler, decoder = session.cache, session.sampler, session.decoder
         seqs = session.active
         rows = Rows.concat([Rows.causal(b, cache.lengths[b], 1) for b in seqs])
         ids = [sampler.tokens[b][-1] for b in seqs]
-        if sampler.by_argmax:
-            noise = None if sampler.plain else [sampler.noise(b) for b in seqs]
+        if sampler.by_argmax(seqs):
+            noise = sampler.noises(seqs, [0] * len(seqs))
             _, tokens = decoder.next_tokens(rows, cache, ids, noise=noise)
         else:
             tokens = sampler.choose(decoder.logits(session.forward(ids, rows)), seqs)

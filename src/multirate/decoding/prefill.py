@@ -51,22 +51,23 @@ def read_in_pieces(
         for first in range(start, len(tokens), PREFILL_ROWS):
             part = tokens[first : first + PREFILL_ROWS]
             if batch and waiting + len(part) > PREFILL_ROWS:
-                yield from _read(decoder, cache, batch, taps, stop)
+                yield from read_rows(decoder, cache, batch, taps, stop)
                 batch, waiting = [], 0
             batch.append((seq, first, part))
             waiting += len(part)
     if batch:
-        yield from _read(decoder, cache, batch, taps, stop)
+        yield from read_rows(decoder, cache, batch, taps, stop)
 
 
 @torch.no_grad()
-def _read(
+def read_rows(
     decoder: Decoder,
     cache: KVCache,
     batch: Sequence[tuple[int, int, Sequence[int]]],
     taps: Sequence[int],
     stop: int,
 ) -> list[Read]:
+    """One call for parts of texts: (sequence, first token, tokens) each, which are committed."""
     rows = Rows.concat([Rows.causal(seq, first, len(part)) for seq, first, part in batch])
     ids = [token for _, _, part in batch for token in part]
     x = decoder.embed(torch.tensor(ids, device=decoder.info.device, dtype=torch.int64), rows.pos)

@@ -9,6 +9,8 @@ from typing import Literal
 from multirate.runtime.time_split import TimeSplit
 
 FinishReason = Literal["eos", "stop_string", "length", "context"]
+Origin = Literal["model", "draft", "text"]
+"""Who proposed an emitted token: the model itself, the method's own drafts, or text lookup."""
 OnTokens = Callable[[int, list[int]], None]  # (sequence, newly emitted tokens), for streaming
 
 

@@ -14,8 +14,8 @@ from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.prefill import PREFILL_ROWS, read_in_pieces
 from multirate.decoding.prefix_cache import MIN_SHARED, PrefixCache
 from multirate.decoding.prompts import as_list, as_lists
-from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens
-from multirate.decoding.sampler import Sampler
+from multirate.decoding.results import DecodeStats, GenerationOutput, OnTokens, Origin
+from multirate.decoding.sampler import Observe, Sampler
 from multirate.decoding.stopping import StopSettings, StopTracker
 from multirate.errors import UserError
 from multirate.runtime.decoder import Decoder
@@ -28,6 +28,9 @@ _EAGER_SLOTS = (
 _NEXT_TURN_SLOTS = 512  # more of them where a later turn may go on in the same cache
 
 
+OnEmitted = Callable[[int, list[int], Sequence[Origin]], None]
+
+
 class Session:
     """State of one generation over a batch of prompts.
 
@@ -37,7 +40,10 @@ class Session:
     cache: K/V of prompts and emitted tokens.
     sampler: the tokens so far; chooses the next ones.
     active: the sequences that have not ended.
+    draft_limits: by sequence, how many tokens a step may draft for it, where that is limited.
     stops, stats: a StopTracker and a DecodeStats.
+    each: the stats of each sequence by itself, without times.
+    on_emitted: called with a sequence's new tokens and their origins; None: not called.
 
     Arguments:
 
@@ -46,6 +52,7 @@ class Session:
         with the same tokens continues in its cache, and `stats.resumed` of its tokens are not read
         again. The finished generation leaves its exact K/V there.
     usable: usable(cache, n) returns how many of the n common tokens the step can continue from.
+    places: instead of prompts: so many free places, which sequences take with `join`.
 
     Raises UserError for an empty prompt, a token id outside the vocabulary, or a prompt longer than
     the context.
@@ -61,12 +68,14 @@ class Session:
         draft_slots: int = 0,
         prefix_cache: PrefixCache | None = None,
         usable: Callable[[KVCache, int], int] | None = None,
+        places: int = 0,
     ) -> None:
         self._started = time.perf_counter()
         info = decoder.info
         prompts = as_lists(prompts)
         for b, prompt in enumerate(prompts):
             _check_prompt(b, prompt, info.vocab_size)
+        prompts += [[] for _ in range(places)]
         self.decoder = decoder
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts, decoder.noisy_argmax)
@@ -77,8 +86,13 @@ class Session:
             "the context" if info.claimed_positions is None else info.context,
         )
         self.stats = DecodeStats()
+        self.each = [DecodeStats() for _ in prompts]
+        self.on_emitted: OnEmitted | None = None
         self._on_tokens = on_tokens
         self._inexact_from: dict[int, int] = {}
+        self.draft_limits: dict[int, int] = {}
+        for b in range(places):
+            self.stops.end(b)
         self.active = [b for b in range(len(prompts)) if self.stops.remaining(b) > 0]
         slots = [
             len(p) + min(self.stops.total_room(b), _EAGER_SLOTS) for b, p in enumerate(prompts)
@@ -112,20 +126,35 @@ class Session:
             capacity = max(capacity, min(capacity + _NEXT_TURN_SLOTS, limit))
         return self.decoder.new_cache(len(tokens), capacity)
 
-    def replace(self, seq: int, prompt: Sequence[int], number: int) -> None:
-        """Puts another prompt in place of a sequence that has ended; `prefill` must read it next.
-        It is the generation's `number`-th prompt, counted from 0, and uses that prompt's random
-        numbers. Raises UserError for a prompt that cannot be used.
+    def join(
+        self,
+        seq: int,
+        prompt: Sequence[int],
+        number: int,
+        sampling: SamplingSettings | None = None,
+        stop: StopSettings | None = None,
+        observe: Observe | None = None,
+    ) -> None:
+        """Puts another prompt in a place whose sequence has ended. It becomes active with its first
+        token, when its prompt has been read. It is the `number`-th prompt of its seed, counted from
+        0. sampling, stop: its own settings; None: those of all. observe: as `Sampler.restart`.
+        Raises UserError for a prompt that cannot be used; the place is still free then.
         """
         assert seq not in self.active, "the sequence has not ended"
         prompt = as_list(number, prompt)
         _check_prompt(number, prompt, self.decoder.info.vocab_size)
-        self.stops.restart(seq, len(prompt))
-        self.sampler.restart(seq, prompt, number)
+        self.stops.restart(seq, len(prompt), stop)
+        self.sampler.restart(seq, prompt, number, sampling, observe)
+        self.prompts[seq] = prompt
         self.cache.truncate(seq, 0)
         self._inexact_from.pop(seq, None)
-        if self.stops.remaining(seq) > 0:
-            self.active = sorted([*self.active, seq])
+        self.each[seq] = DecodeStats()
+
+    def leave(self, seq: int) -> None:
+        """The sequence ends, whatever it has emitted; its place is free."""
+        self.stops.end(seq)
+        self.active = [b for b in self.active if b != seq]
+        self.draft_limits.pop(seq, None)
 
     def prefill(
         self,
@@ -170,6 +199,7 @@ class Session:
         if not self.stats.first_tokens:
             self.stats.prefill_seconds = time.perf_counter() - self._started
         self.stats.first_tokens += len(seqs)
+        self.active = sorted({*self.active, *seqs})
         self.drop_finished()
 
     def forward(self, ids: list[int], rows: Rows, stop: int | None = None) -> Tensor:
@@ -177,16 +207,36 @@ class Session:
         stop = self.decoder.info.num_layers if stop is None else stop
         return self.decoder.first_layers(ids, rows, stop, self.cache)
 
-    def emit(self, seq: int, block: list[int]) -> int:
+    def emit(self, seq: int, block: list[int], origins: Sequence[Origin] = ("model",)) -> int:
         """Appends a block of tokens to a sequence, cut where it ends, and streams them. Returns how
         many were kept.
         """
         kept = self.stops.push(seq, block)
         self.sampler.tokens[seq] += kept
         self.stats.tokens += len(kept)
+        self.each[seq].tokens += len(kept)
         if self._on_tokens is not None and kept:
             self._on_tokens(seq, kept)
+        if self.on_emitted is not None and kept:
+            self.on_emitted(seq, kept, origins[: len(kept)])
         return len(kept)
+
+    def count_steps(self) -> None:
+        """One pass of all active sequences begins."""
+        self.stats.target_passes += 1
+        self.stats.sequence_steps += len(self.active)
+        for b in self.active:
+            self.each[b].sequence_steps += 1
+
+    def count_draft(self, seq: int, drafted: int, levels: int, accepted: int) -> None:
+        """As `DecodeStats.count_draft`, of a sequence."""
+        self.stats.count_draft(drafted, levels, accepted)
+        self.each[seq].count_draft(drafted, levels, accepted)
+
+    def most_drafted(self, seq: int) -> int:
+        """How many tokens of a draft are of use: the sequence may emit one more."""
+        room = self.stops.remaining(seq) - 1
+        return min(room, self.draft_limits.get(seq, room))
 
     def note_inexact(self, seq: int, token: int) -> None:
         """Marks the sequence's K/V, from its `token`-th token on (counted from 0), as different

@@ -83,6 +83,34 @@ class Step(ABC):
     def finish(self, session: Session) -> None:  # noqa: B027 - optional
         """All sequences have ended. Brings what the prefix cache will keep up to date."""
 
+    # -- for sequences that come and go (batch.py) ------------------------------------------------
+
+    joins: bool = False
+    """Whether sequences may join and leave a generation. Then `begin` is called with places that
+    have no prompts yet.
+    """
+
+    def joined(self, session: Session, seq: int, similar: Sequence[int]) -> None:  # noqa: B027
+        """A sequence has taken a place; `prefilled` comes next. similar: a text that the answer is
+        likely to repeat.
+        """
+
+    def leave(self, seq: int) -> None:  # noqa: B027 - optional
+        """The sequence has left its place; forget what is known of it."""
+
+    def caches(self) -> list[KVCache]:
+        """K/V of the same sequences that the step keeps beside the session's."""
+        return []
+
+    def settle(self, session: Session, seq: int) -> int:
+        """Brings the K/V of `caches` up to date, as far as possible. Returns how many of the
+        sequence's first committed tokens have all of them.
+        """
+        return session.cache.lengths[seq]
+
+    def interrupted(self) -> None:  # noqa: B027 - optional
+        """Other work has been done since the last step; its time is no step's."""
+
     def holes(self, seq: int) -> list[Hole]:
         """Committed tokens of a sequence that have no K/V (yet) in some layers, for the
         invariants.

@@ -76,6 +76,43 @@ def _whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+class _Ending:
+    """Stop settings, as the tokens of a sequence are checked against them."""
+
+    def __init__(self, settings: StopSettings) -> None:
+        self.settings = settings
+        self.eos = frozenset(settings.eos_token_ids)
+        self._longest = max((len(text) for text in settings.stop_strings), default=0)
+
+    def stops(self, seq: int, new: list[int]) -> bool:
+        """Whether the sequence ends with the last of its new tokens."""
+        if self._longest and self._completes_stop_string(new):
+            return True
+        return self.settings.ends is not None and self.settings.ends(seq, new)
+
+    def _completes_stop_string(self, tokens: list[int]) -> bool:
+        # Decode a tail only: long enough that a match ending in the last token lies inside it, with
+        # a margin against what a decoder does at a text's left border (a leading space dropped).
+        count = self._longest + 8
+        while True:
+            text = self._tail(tokens, count)
+            if count >= len(tokens) or len(text) >= self._longest + 8:
+                return any(stop in text for stop in self.settings.stop_strings)
+            count *= 2
+
+    def _tail(self, tokens: list[int], count: int) -> str:
+        """The text of the last `count` tokens, or of up to three more where these begin in the
+        middle of a character: some decoders give up all of a run of bytes that begins there.
+        """
+        decode = self.settings.decode
+        assert decode is not None
+        for more in range(4):
+            text = decode(tokens[-count - more :])
+            if count + more >= len(tokens) or not text.startswith("\ufffd"):
+                break
+        return text
+
+
 class StopTracker:
     """The new tokens of every sequence of a batch, and whether it has ended.
 
@@ -94,44 +131,53 @@ class StopTracker:
         context: str = "the context",
     ) -> None:
         self._named = context
-        limits = [limit for limit in (settings.context_limit, max_positions) if limit is not None]
-        self._context = min(limits) if limits else None
-        if self._context is None and settings.max_new_tokens is None:
+        self._positions = max_positions
+        if self._context_of(settings) is None and settings.max_new_tokens is None:
             raise UserError(
                 "max_new_tokens is none and the model has no context limit; set max_new_tokens "
                 "to a whole number"
             )
-        self._settings = settings
-        self._eos = frozenset(settings.eos_token_ids)
-        self._longest = max((len(text) for text in settings.stop_strings), default=0)
-        self._room = [self._allowance(length) for length in prompt_lengths]
+        self._common = _Ending(settings)
+        self._endings = [self._common for _ in prompt_lengths]
+        self._room = [self._allowance(b, length) for b, length in enumerate(prompt_lengths)]
         self.new_tokens: list[list[int]] = [[] for _ in prompt_lengths]
         self.reasons: list[FinishReason | None] = [
             self._end_of_room(b) if room == 0 else None for b, room in enumerate(self._room)
         ]
 
-    def restart(self, seq: int, prompt_length: int) -> None:
+    def restart(self, seq: int, prompt_length: int, settings: StopSettings | None = None) -> None:
         """Starts another prompt in place of a sequence that has ended and drops its new tokens.
-        Raises UserError if the prompt is longer than the context.
+        settings: its own; None: those of all. Raises UserError if the prompt is longer than the
+        context.
         """
-        room = self._allowance(prompt_length)
+        self._endings[seq] = self._common if settings is None else _Ending(settings)
+        room = self._allowance(seq, prompt_length)
         self._room[seq], self.new_tokens[seq] = room, []
         self.reasons[seq] = self._end_of_room(seq) if room == 0 else None
 
-    def _allowance(self, prompt_length: int) -> int:
-        if self._context is not None and prompt_length > self._context:
+    def end(self, seq: int) -> None:
+        """The sequence ends here, because nobody wants more of it."""
+        if self.reasons[seq] is None:
+            self._room[seq], self.reasons[seq] = len(self.new_tokens[seq]), "length"
+
+    def _context_of(self, settings: StopSettings) -> int | None:
+        limits = [limit for limit in (settings.context_limit, self._positions) if limit is not None]
+        return min(limits) if limits else None
+
+    def _allowance(self, seq: int, prompt_length: int) -> int:
+        settings = self._endings[seq].settings
+        context = self._context_of(settings)
+        if context is not None and prompt_length > context:
             raise UserError(
-                f"the prompt has {prompt_length} tokens; the maximum is {self._context} "
-                f"({self._named})"
+                f"the prompt has {prompt_length} tokens; the maximum is {context} ({self._named})"
             )
-        of_context = None if self._context is None else self._context - prompt_length
-        bounds = [
-            bound for bound in (self._settings.max_new_tokens, of_context) if bound is not None
-        ]
+        of_context = None if context is None else context - prompt_length
+        bounds = [bound for bound in (settings.max_new_tokens, of_context) if bound is not None]
         return min(bounds)
 
     def _end_of_room(self, seq: int) -> FinishReason:
-        return "length" if self._room[seq] == self._settings.max_new_tokens else "context"
+        most = self._endings[seq].settings.max_new_tokens
+        return "length" if self._room[seq] == most else "context"
 
     def total_room(self, seq: int) -> int:
         """How many tokens the sequence may emit in total."""
@@ -152,39 +198,12 @@ class StopTracker:
         before = len(new)
         for token in block[: self.remaining(seq)]:
             new.append(token)
-            if token in self._eos:
+            if token in self._endings[seq].eos:
                 self.reasons[seq] = "eos"
-            elif self._stops(seq, new):
+            elif self._endings[seq].stops(seq, new):
                 self.reasons[seq] = "stop_string"
             elif len(new) == self._room[seq]:
                 self.reasons[seq] = self._end_of_room(seq)
             if self.reasons[seq] is not None:
                 break
         return new[before:]
-
-    def _stops(self, seq: int, new: list[int]) -> bool:
-        if self._longest and self._completes_stop_string(new):
-            return True
-        return self._settings.ends is not None and self._settings.ends(seq, new)
-
-    def _completes_stop_string(self, tokens: list[int]) -> bool:
-        # Decode a tail only: long enough that a match ending in the last token lies inside it, with
-        # a margin against what a decoder does at a text's left border (a leading space dropped).
-        count = self._longest + 8
-        while True:
-            text = self._tail(tokens, count)
-            if count >= len(tokens) or len(text) >= self._longest + 8:
-                return any(stop in text for stop in self._settings.stop_strings)
-            count *= 2
-
-    def _tail(self, tokens: list[int], count: int) -> str:
-        """The text of the last `count` tokens, or of up to three more where these begin in the
-        middle of a character: some decoders give up all of a run of bytes that begins there.
-        """
-        decode = self._settings.decode
-        assert decode is not None
-        for more in range(4):
-            text = decode(tokens[-count - more :])
-            if count + more >= len(tokens) or not text.startswith("\ufffd"):
-                break
-        return text

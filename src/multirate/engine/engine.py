@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from multirate.decoding.logits import SamplingSettings
@@ -287,23 +287,8 @@ class Engine(GenerationDefaults):
         on_tokens: OnTokens | None,
         speculate: str,
     ) -> GenerationOutput:
-        self.notice = self.guarantee = None
-        self._follow_model()
-        decoding = None
-        if speculate != "never" and len(prompts):
-            decoding = self._steps.of(method or self.default)
-        sampling = sampling or SamplingSettings()
-        if decoding is not None and self._may_change_text(decoding.step, speculate):
-            decoding = None
-        if decoding is not None:
-            self.guarantee = decoding.guarantee
-            self._steps.try_relative(decoding, spec.parse_variant(method or self.default)[0])
-            adapts = decoding.step.adapt(self.decoder, speculate == "auto")
-            if speculate == "auto" and not self._pays(decoding, adapts):
-                decoding = None
-        self.used = used = PLAIN if decoding is None else (method or self.default)
-        if decoding is not None:
-            self._say_lossy(used, decoding.step, chosen=method is not None)
+        decoding = self._decoding(method, speculate if len(prompts) else "never")
+        used = self.used
         step: Step = PlainStep() if decoding is None else decoding.step
         kept = (
             self._prefix_caches.pop(used, PrefixCache())
@@ -321,6 +306,55 @@ class Engine(GenerationDefaults):
         if kept is not None:
             self._keep(used, kept)
         return output
+
+    def _decoding(self, method: str | None, speculate: str) -> MethodStep | None:
+        """How this method decodes; None: without drafts. Sets `used` and `notice`."""
+        self.notice = self.guarantee = None
+        self._follow_model()
+        decoding = None
+        if speculate != "never":
+            decoding = self._steps.of(method or self.default)
+        if decoding is not None and self._may_change_text(decoding.step, speculate):
+            decoding = None
+        if decoding is not None:
+            self.guarantee = decoding.guarantee
+            self._steps.try_relative(decoding, spec.parse_variant(method or self.default)[0])
+            adapts = decoding.step.adapt(self.decoder, speculate == "auto")
+            if speculate == "auto" and not self._pays(decoding, adapts):
+                decoding = None
+        self.used = PLAIN if decoding is None else (method or self.default)
+        if decoding is not None:
+            self._say_lossy(self.used, decoding.step, chosen=method is not None)
+        return decoding
+
+    @contextmanager
+    def stepping(
+        self, method: str | None = None, speculate: str = "auto"
+    ) -> Iterator[tuple[Decoder, Step]]:
+        """The decoder and a step, for code that runs its steps itself (decoding/batch.py); other
+        threads wait until it is done. method, speculate: as `generate`. Raises UserError for a
+        method that several requests cannot share.
+        """
+        check_mode("lossless", None, speculate)
+        with self._turn(), kernels_of_any_shape():
+            decoding = self._decoding(method, speculate)
+            if decoding is not None and not decoding.step.joins:
+                name = method or self.default
+                raise UserError(
+                    f"method {name!r} cannot serve requests that come and go; accepted: "
+                    f"{', '.join(self._joining())}"
+                )
+            yield self.decoder, PlainStep() if decoding is None else decoding.step
+
+    def _joining(self) -> list[str]:
+        """The methods whose steps sequences can join."""
+        found = list[str]()
+        for name in self.methods():
+            with suppress(UserError):  # it needs settings, such as a draft model
+                one = self._steps.of(name)
+                if one is None or one.step.joins:
+                    found.append(name)
+        return found
 
     def forget(self) -> None:
         """Drops the kept K/V: the next prompt is read from its first token, in the memory they

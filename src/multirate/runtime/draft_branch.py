@@ -168,6 +168,11 @@ class PackedBranch(ABC):
     keys_only: bool = False
     window: int | None
 
+    @property
+    @abstractmethod
+    def own_cache(self) -> KVCache | None:
+        """The own layer's K/V in this generation; None: it has none."""
+
     @abstractmethod
     def begin(self, cache: KVCache) -> None:
         """A generation over the model's `cache` starts: the own layer's K/V are empty."""

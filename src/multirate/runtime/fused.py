@@ -30,13 +30,13 @@ node 0 on, and the token that is emitted after each.
 class TokenChooser(Protocol):
     """How a generation's tokens are chosen: decoding/sampler.py."""
 
-    plain: bool
-    """By argmax of the logits."""
-    bare: bool
-    """By argmax of logits and noise."""
+    def by_argmax(self, seqs: Sequence[int]) -> bool:
+        """Whether all these sequences' tokens are the argmax of logits and `noises`."""
 
-    def noise(self, seq: int, ahead: int = 0) -> Noise:
-        """What is added to the logits of the token `ahead` places after the next one."""
+    def noises(self, seqs: Sequence[int], ahead: Sequence[int]) -> list[Noise] | None:
+        """What is added to the logits of each sequence's token `ahead` places after the next one;
+        None: nothing.
+        """
 
 
 class OtherTexts(Protocol):
@@ -153,6 +153,8 @@ class FusedStep:
     """Number of nodes in its draft."""
     levels: int
     """Depth of its draft."""
+    own: int = 0
+    """How many of the draft's nodes, the first ones, the branch drafted; the rest is the text's."""
     unverified: frozenset[int] = frozenset()
     """Places in `tokens` of the ones that were accepted unverified."""
     draft_seconds: float = field(default=0.0, compare=False)
@@ -227,8 +229,16 @@ class FusedSequences(ABC):
         """
 
     @abstractmethod
+    def leave(self, seq: int) -> None:
+        """The sequence has left; another may enter in its place."""
+
+    @abstractmethod
+    def settle(self, seq: int) -> None:
+        """The branch's own layer reads all committed tokens that it has not read."""
+
+    @abstractmethod
     def run(self, seqs: Sequence[int], growths: Sequence[Growth]) -> list[FusedStep]:
-        """A step of each sequence. More than one only where tokens are an argmax."""
+        """A step of each sequence."""
 
     @abstractmethod
     def nodes(self, seq: int) -> DraftedNodes:

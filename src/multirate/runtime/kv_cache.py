@@ -141,6 +141,22 @@ class KVCache:
                 index = torch.tensor(slots, device=tensor.device, dtype=torch.int64)
                 tensor[seq, :, to] = tensor[seq].index_select(1, index)
 
+    def block_views(self, tokens: int) -> list[Tensor]:
+        """The keys and values of each layer in blocks of so many tokens, [B, H_kv, blocks, …] each,
+        over the memory itself. Slots after the last whole block are left out.
+        """
+        blocks = self.capacity // tokens
+        return [
+            kept[:, :, : blocks * tokens].unflatten(2, (blocks, tokens))
+            for pair in zip(self.keys, self.values, strict=True)
+            for kept in pair
+        ]
+
+    def note_restored(self, seq: int, count: int) -> None:
+        """The first `count` slots of a sequence have been written through `block_views`."""
+        self.positions[seq, :count] = np.arange(count, dtype=np.int32)
+        self.version += 1
+
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are
         stored in.

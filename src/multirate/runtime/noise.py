@@ -130,6 +130,18 @@ class Noise:
         return noise
 
 
+class NoNoise(Noise):
+    """Adds nothing: a greedy sequence's, in a batch with others that sample."""
+
+    def __init__(self) -> None:
+        self.key, self.place, self.scale, self.unit = 0, 0, 0.0, 0.0
+        self.table = np.zeros((2, KNOTS), np.int32)
+        self._values = np.empty(0, np.float32)
+
+
+NO_NOISE = NoNoise()
+
+
 class NoiseStream:
     """The noise of one sequence, the generation's `number`-th: `at(place)`, some of it kept."""
 
@@ -149,8 +161,10 @@ class NoiseStream:
 
 def values_on(device: torch.device, noise: Sequence[Noise], vocab: int) -> Tensor:
     """`Noise.values` of n places at once, the same bits, made on a device of torch: float32 [n,
-    vocab]. All of one scale. (64-bit integers, whose products keep their lowest 32 bits.)
+    vocab]. (64-bit integers, whose products keep their lowest 32 bits.)
     """
+    if any(one.table is not noise[0].table for one in noise):  # of several scales
+        return torch.cat([values_on(device, [one], vocab) for one in noise])
     words = [place_words(one.key, one.place) for one in noise]
     first, second = torch.tensor(words, dtype=torch.int64, device="cpu").to(device).unbind(1)
     x = (torch.arange(vocab, device=device) + first[:, None]) & _BITS_32

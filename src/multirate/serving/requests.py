@@ -7,15 +7,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from multirate.decoding.logits import SamplingSettings
-from multirate.decoding.results import FinishReason
+from multirate.decoding.results import FinishReason, Origin
 from multirate.decoding.stopping import StopSettings
 from multirate.errors import UserError
-
-Origin = Literal["model", "draft", "text"]
-"""Who proposed an emitted token: the model itself, the method's own drafts, or text lookup."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +134,9 @@ class Counters:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
     """By a token's place in its draft, from 0: how many were accepted there."""
+    finished: int = 0
+    request_seconds: float = 0.0
+    """Of finished requests, from a place in the batch to the end."""
     kept_bytes: int = 0
     """K/V kept for prompts to come."""
 

@@ -164,7 +164,7 @@ typedef struct {
     uint64_t key;         // of the sequence
     int64_t place;        // in it
     float unit;           // of the table's numbers, a power of two
-    float scale;          // the temperature; the table's numbers include it
+    float scale;          // the temperature, which the table's numbers include; 0: adds nothing
 } Noise;
 
 // ---- functions ----------------------------------------------------------------------------------

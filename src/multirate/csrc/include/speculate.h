@@ -136,6 +136,7 @@ typedef struct {
                             // best tokens' logits are rescored. NULL: they are not
     const Noise *noise;     // for the token after the last one. NULL: greedy
     const DraftLimits *limits;
+    int32_t chooses;         // whether the tokens are the argmax, with or without noise
     int32_t length;          // committed tokens
     int32_t first, backfill; // of ids from `first` on, so many pending tokens fill the block, at
                              // most MAX_ROWS - 2; the next one is the last token
@@ -196,9 +197,9 @@ void mr_scores(const Scorer *scorer, float eps, int d, const float *x, int count
 // and as few passes as hold all rows to verify them. Sequences whose branch drafts come before
 // those that copy from the text. The K/V of the last token and of the accepted nodes are then in
 // slots length, length + 1, …, uncommitted. Stops where a step's `emitted` is -1, and returns 0.
-// choose: 0: the caller chooses the one sequence's tokens: the model's logits after each node are
-// left in its scratch, and mr_speculative_accept ends the round.
-int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count, int choose);
+// Where a step does not choose, the caller does: the model's logits after each node are left in its
+// scratch, and mr_speculative_accept ends the round.
+int mr_speculative_steps(Workspace *work, SpeculativeStep *const *steps, int count);
 // path [count]: the accepted nodes from node 0 on; tokens [count]: what is emitted after each.
 void mr_speculative_accept(SpeculativeStep *step, const int32_t *path, const int64_t *tokens,
                            int count);

@@ -135,6 +135,10 @@ class BudgetPolicy:
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
         self._per_token = self._seconds
 
+    def interrupted(self) -> None:
+        """The time until the next step does not count."""
+        self._last = None
+
     def pause(self) -> None:
         """Another generation starts; the time until its first step does not count."""
         self._last = None

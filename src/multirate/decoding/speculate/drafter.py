@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -191,6 +192,10 @@ class Traits:
     """The longest match length that `matched` reports; 0: it reports none."""
     looks_up: bool = False
     """Whether it may draft by text lookup instead, which takes no time."""
+    joins: bool = False
+    """Whether sequences may join and leave a generation: `joined`, `leave`, `caches` and `settle`
+    do what they say. Then `begin` comes before any prompt.
+    """
 
 
 @dataclass(frozen=True)
@@ -317,14 +322,34 @@ class Drafter(ABC):
 
     def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
         """A whole step of each of the request's sequences, if the drafter can run it in one call.
-        None: it cannot, and the step calls `draft`, verifies and calls `accept`. Not called with a
-        repetition penalty.
+        None: it cannot, and the step calls `draft`, verifies and calls `accept`.
 
         The tokens must be the same either way. The K/V of a sequence's last token and of the
         accepted ones go to the slots after its `cache.lengths`, uncommitted. A sequence that has
         had a fused step has only fused steps from then on.
         """
         return None
+
+    def joined(self, seq: int, similar: Sequence[int]) -> None:  # noqa: B027 - optional
+        """A sequence has taken a free place; its `prefill` comes next. similar: a text that the
+        answer is likely to repeat.
+        """
+
+    def leave(self, seq: int) -> None:  # noqa: B027 - optional
+        """The sequence has left; forget what is known of it."""
+
+    def caches(self) -> list[KVCache]:
+        """The drafter's own K/V of the same sequences."""
+        return []
+
+    def settle(self, seq: int) -> int:
+        """Brings the sequence's K/V in `caches` up to date, as far as possible. Returns how many of
+        its first committed tokens have them, or more than there are if all have.
+        """
+        return sys.maxsize
+
+    def interrupted(self) -> None:  # noqa: B027 - optional
+        """The time until the next step is no step's."""
 
     def accept(self, seq: int, verified: Verified) -> None:  # noqa: B027 - optional
         """Sequence `seq` continues with the nodes of `verified.path`. The cache is committed

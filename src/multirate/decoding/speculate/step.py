@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from multirate.decoding.results import Origin
 from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
 from multirate.decoding.speculate.budget import BudgetPolicy
@@ -81,6 +82,27 @@ class SpeculativeStep(Step):
         prompts = [session.prompts[b] for b in seqs]
         self.drafter.prefill(seqs, prompts, hidden, taps)
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.traits.joins
+
+    def joined(self, session: Session, seq: int, similar: Sequence[int]) -> None:
+        self.drafter.joined(seq, similar)
+
+    def leave(self, seq: int) -> None:
+        self.drafter.leave(seq)
+
+    def caches(self) -> list[KVCache]:
+        return self.drafter.caches()
+
+    def settle(self, session: Session, seq: int) -> int:
+        return min(self.drafter.settle(seq), session.cache.lengths[seq])
+
+    def interrupted(self) -> None:
+        if self._policy is not None:
+            self._policy.interrupted()
+        self.drafter.interrupted()
+
     def finish(self, session: Session) -> None:
         session.stats.highest_rejected = self.drafter.highest_rejected
 
@@ -107,8 +129,8 @@ class SpeculativeStep(Step):
 
     def run(self, session: Session) -> None:
         seqs = session.active
-        limits = [session.stops.remaining(b) - 1 for b in seqs]
-        fuses = self.watch is None and not session.sampler.settings.uses_context
+        limits = [session.most_drafted(b) for b in seqs]
+        fuses = self.watch is None
         self._matched, worth = {}, None
         if self._policy is not None and self._adapts:
             worth = self._policy.thresholds(len(seqs))[1]
@@ -134,10 +156,15 @@ class SpeculativeStep(Step):
         found = self._verify(session, seqs, last_tokens, drafts) if in_place is None else [in_place]
         for b, draft, verified, bonus in found:
             path = verified.path
-            kept = session.emit(b, [*(draft.tokens[node - 1] for node in path[1:]), bonus])
+            origins: list[Origin] = [
+                "text" if node in draft.copied else "draft" for node in path[1:]
+            ]
+            kept = session.emit(
+                b, [*(draft.tokens[node - 1] for node in path[1:]), bonus], [*origins, "model"]
+            )
             self._count_exits(session, kept, sum(n in draft.unverified for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
-            session.stats.count_draft(len(draft.tokens), levels, accepted=min(kept, len(path) - 1))
+            session.count_draft(b, len(draft.tokens), levels, min(kept, len(path) - 1))
             self._tell_policy(b, len(path), levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
@@ -170,12 +197,12 @@ class SpeculativeStep(Step):
             return False
         for b, done in zip(request.seqs, every, strict=True):
             self._tell_policy(b, len(done.tokens), done.levels, done.drafted)
-            kept = session.emit(b, done.tokens)
+            accepted = len(done.tokens) - 1
+            origins: list[Origin] = ["draft" if n < done.own else "text" for n in range(accepted)]
+            kept = session.emit(b, done.tokens, [*origins, "model"])
             self._count_exits(session, kept, sum(place < kept for place in done.unverified))
             session.cache.commit(b, kept)
-            session.stats.count_draft(
-                done.drafted, done.levels, accepted=min(kept, len(done.tokens) - 1)
-            )
+            session.count_draft(b, done.drafted, done.levels, min(kept, accepted))
         return True
 
     def _verify_in_one_call(
@@ -185,16 +212,17 @@ class SpeculativeStep(Step):
         otherwise as `_verify`. None: that is not possible, and nothing has changed.
         """
         traits, sampler, draft = self.traits, session.sampler, drafts[0]
-        if len(seqs) > 1 or traits.taps or draft.unverified or not sampler.by_argmax:
+        if len(seqs) > 1 or traits.taps or draft.unverified or not sampler.by_argmax(seqs):
             return None
         draft.check()
         seq, tokens = seqs[0], [last_tokens[0], *draft.tokens]
+        noise = sampler.noises(seqs, [0])
         done = session.decoder.verify_draft(
             session.cache,
             seq,
             tokens,
             draft.parents,
-            None if sampler.plain else sampler.noise(seq),
+            noise[0] if noise else None,
             traits.top,
             draft.hidden,
             traits.start,
@@ -218,7 +246,7 @@ class SpeculativeStep(Step):
         lengths = session.cache.lengths
         parts = [draft.rows(b, lengths[b]) for b, draft in zip(seqs, drafts, strict=True)]
         rows = Rows.concat(parts)
-        simple = sampler.by_argmax and not traits.top
+        simple = sampler.by_argmax(seqs) and not traits.top
         x: Tensor | None = None
         ids: list[int] | None = None
         taps: Mapping[int, Tensor] = {}
@@ -236,10 +264,10 @@ class SpeculativeStep(Step):
             )
         best: list[list[int]] | None = None
         if simple:
-            noise = None
-            if not sampler.plain:
-                pairs_of = zip(seqs, drafts, strict=True)
-                noise = [sampler.noise(b, ahead) for b, draft in pairs_of for ahead in draft.depths]
+            noise = sampler.noises(
+                [b for b, count in zip(seqs, counts, strict=True) for _ in range(count)],
+                [ahead for draft in drafts for ahead in draft.depths],
+            )
             hidden, target = decoder.next_tokens(rows, session.cache, ids, x, reached, noise)
             verdicts: list[Verdict] = [
                 accept_greedy(draft, part)

@@ -10,6 +10,7 @@ after them (docs/methods/m2r2.md). The runner knows the kind of branch (draft_ru
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -72,6 +73,7 @@ class BranchDrafter(Drafter):
             taps=runner.taps,
             adapts=lossless and prices,
             looks_up=self._lookup.longest > 0,
+            joins=True,
         )
         self._expected: tuple[float, ...] = ()
         self._backfill, self._carry, self._min_probability = backfill, carry, min_probability
@@ -84,6 +86,7 @@ class BranchDrafter(Drafter):
         )
         self._cache: KVCache | None = None
         self._trees: dict[int, DraftTree] = {}  # of the last drafts, by sequence
+        self._similar: dict[int, list[int]] = {}
         runner.see(config.window)
         packed = runner.packed
         self._fused = None if packed is None else packed.fused(self._shape(), self._lookup)
@@ -141,11 +144,36 @@ class BranchDrafter(Drafter):
 
     def _enter(self, cache: KVCache, sampler: Sampler) -> None:
         self._cache, self._sampler = cache, sampler
-        self._trees = {}
+        self._trees, self._similar = {}, {}
         self._choice.begin(sampler)
         self._grower.highest_rejected = -np.inf
         if self._fused is not None:
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
+
+    def joined(self, seq: int, similar: Sequence[int]) -> None:
+        if similar and self._fused is not None:  # torch's drafts do without
+            self._similar[seq] = list(similar)
+
+    def leave(self, seq: int) -> None:
+        self._trees.pop(seq, None)
+        self._similar.pop(seq, None)
+        self._choice.leave(seq)
+        self._reading.leave(seq)
+        if self._fused is not None:
+            self._fused.leave(seq)
+
+    def caches(self) -> list[KVCache]:
+        own = self.runner.own_cache
+        return [] if own is None else [own]
+
+    def settle(self, seq: int) -> int:
+        if not self._backfill:
+            return sys.maxsize
+        assert self._cache is not None
+        return sys.maxsize if self._reading.settle(seq, self._cache.lengths[seq]) else 0
+
+    def interrupted(self) -> None:
+        self._choice.interrupted()
 
     @property
     def highest_rejected(self) -> float | None:
@@ -199,10 +227,9 @@ class BranchDrafter(Drafter):
         fused, seqs = self._fused, request.seqs
         if fused is None:
             return None
-        if self._unverified is not None and not self._sampler.plain:
+        sampler = self._sampler
+        if self._unverified is not None and not (sampler.greedy(seqs) and sampler.by_argmax(seqs)):
             return None  # sampling: the kernel accepts nothing unverified
-        if len(seqs) > 1 and not self._sampler.by_argmax:
-            return None
         for seq, last_token in zip(seqs, request.last_tokens, strict=True):
             if seq not in fused:
                 self._enter_fused(fused, seq, last_token)
@@ -246,7 +273,9 @@ class BranchDrafter(Drafter):
             seq,
             [*pending.ids, last_token],
             torch.cat([*pending.carried, pending.last[None]]),
-            self._sampler.tokens[seq] if self._lookup.longest else None,
+            [*self._similar.get(seq, ()), *self._sampler.tokens[seq]]
+            if self._lookup.longest
+            else None,
             known.continuations,
             known.calibration,
         )

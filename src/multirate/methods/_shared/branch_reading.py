@@ -12,6 +12,7 @@ from torch import Tensor
 
 from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.runtime.fused import FusedSequences, PendingTokens
+from multirate.runtime.rows import Rows
 
 
 @dataclass
@@ -100,6 +101,28 @@ class BranchReading:
         if self._fused is not None and seq in self._fused:
             return self._fused.behind(seq)
         return len(self.pending[seq].ids)
+
+    def settle(self, seq: int, length: int) -> bool:
+        """The own layer reads what it has not of a sequence of `length` committed tokens, as far as
+        it sees them. Returns whether it can: not before the prompt has been read.
+        """
+        if self._fused is not None and seq in self._fused:
+            self._fused.settle(seq)
+            return True
+        pending = self.pending.get(seq)
+        if pending is None:
+            return False
+        pending.keep_newest(self._runner.window)
+        if pending.ids:
+            count = len(pending.ids)
+            rows = Rows.causal(seq, length - count, count)
+            carried = torch.cat(pending.carried) if pending.carried else None
+            self._runner.step(pending.ids, rows, carried, 0)
+            pending.keep(0)
+        return True
+
+    def leave(self, seq: int) -> None:
+        self.pending.pop(seq, None)
 
     def step_begins(self, seq: int, length: int) -> None:
         """The branch drafts below `length` committed tokens: it reads all of them that it has not

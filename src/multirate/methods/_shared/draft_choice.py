@@ -56,6 +56,18 @@ class DraftChoice:
         if self.shared.policy is not None:
             self.shared.policy.pause()
 
+    def leave(self, seq: int) -> None:
+        """Forgets a sequence."""
+        self.drafted.discard(seq)
+        self._own.pop(seq, None)
+        self.matches.pop(seq, None)
+        self._texts.pop(seq, None)
+
+    def interrupted(self) -> None:
+        """As `BudgetPolicy.interrupted`."""
+        if self.shared.policy is not None:
+            self.shared.policy.interrupted()
+
     def go_by(self, costs: StepCosts, expected: Sequence[float]) -> None:
         """From now on drafts grow by these measured costs."""
         rates = self.shared.continuations

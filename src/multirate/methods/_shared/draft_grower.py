@@ -77,8 +77,9 @@ class DraftGrower:
         """The drafts' trees, and what verification needs of them. What waits is read. candidates:
         tokens looked at below a node.
         """
-        in_trees = not sampler.settings.uses_context
-        self._asked = candidates if in_trees and sampler.greedy and len(growing) == 1 else 0
+        seqs = [one.seq for one in growing]
+        in_trees = not sampler.uses_context(seqs)
+        self._asked = candidates if in_trees and sampler.greedy(seqs) and len(growing) == 1 else 0
         self._first_pass(growing)
         live = [one for one in growing if one.tree.depth_limit > 0]
         while live:
@@ -142,13 +143,11 @@ class DraftGrower:
         """Trees of the branch's likeliest tokens, when sampling by logits that have the noise of
         the model's own.
         """
-        config, noise = self._config, None
-        if not sampler.greedy:
-            noise = [
-                sampler.noise(one.seq, one.tree.depth[node])
-                for one in live
-                for node in one.frontier
-            ]
+        config = self._config
+        nodes = [(one, node) for one in live for node in one.frontier]
+        noise = sampler.noises(
+            [one.seq for one, _ in nodes], [one.tree.depth[node] for one, node in nodes]
+        )
         p = _frontier_outputs(live)
         ids, best = self._told or self._runner.top(p, candidates, config.SHARPNESS, noise)
         unverified = self._passes(p, lambda: [row[0] for row in best])

@@ -121,6 +121,11 @@ class DraftRunner(CapturedRunner, ABC):
         """What a level looks at: of the model, where its layers run, and of the own layer."""
         return (self._cache if self.first_layers else None), self._own
 
+    @property
+    def own_cache(self) -> KVCache | None:
+        """The own layer's K/V in this generation; None: it has none."""
+        return self._own
+
     @abstractmethod
     def begin(self, cache: KVCache) -> None:
         """A new generation over the slow residual's `cache`."""
@@ -245,6 +250,10 @@ class PackedRunner(DraftRunner):
 
     def see(self, window: int | None) -> None:
         self.packed.window = window
+
+    @property
+    def own_cache(self) -> KVCache | None:
+        return self.packed.own_cache
 
     def begin(self, cache: KVCache) -> None:
         self._slow_cache = cache

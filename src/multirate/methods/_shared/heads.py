@@ -35,9 +35,7 @@ class HeadsDrafter(Drafter):
         """What is added to the heads' logits; None: nothing. places: of each token to draft its
         sequence, and how many drafted tokens are before it.
         """
-        if sampler.greedy:
-            return None
-        return [sampler.noise(b, ahead) for b, ahead in places]
+        return sampler.noises([b for b, _ in places], [ahead for _, ahead in places])
 
 
 class HeadsRunner(CapturedRunner):

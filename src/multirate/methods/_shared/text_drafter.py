@@ -29,17 +29,33 @@ class TextDrafter(Drafter):
         tokens: int,
         length: Callable[[int], int] | None = None,
     ) -> None:
-        self.traits = Traits(max_nodes=tokens, longest=lookup.told)
+        self.traits = Traits(max_nodes=tokens, longest=lookup.told, joins=True)
         self._most = tokens
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
+        self._similar: dict[int, list[int]] = {}
         self._fused = decoder.text_steps(tokens, lookup)
 
     def begin(self, cache: KVCache, sampler: Sampler) -> None:
         self._texts = [self._lookup.source() for _ in sampler.tokens]
-        self._sampler = sampler
+        self._sampler, self._similar = sampler, {}
         if self._fused is not None:
             self._fused.begin(cache, sampler, partial(choose_path, sampler))
+
+    def joined(self, seq: int, similar: Sequence[int]) -> None:
+        if similar:
+            self._similar[seq] = list(similar)
+
+    def leave(self, seq: int) -> None:
+        self._texts[seq] = self._lookup.source()
+        self._similar.pop(seq, None)
+        if self._fused is not None:
+            self._fused.leave(seq)
+
+    def _text(self, seq: int) -> list[int]:
+        """What is looked up: the sequence's tokens, after a text that it is likely to repeat."""
+        tokens, similar = self._sampler.tokens[seq], self._similar.get(seq)
+        return tokens if similar is None else [*similar, *tokens]
 
     def usable(self, cache: KVCache, length: int) -> int:
         return length  # what is looked up is made anew from the tokens
@@ -49,8 +65,10 @@ class TextDrafter(Drafter):
         drafts = []
         for b, limit in request.pairs:
             most = min(limit, self._most)
-            tokens, matched = self._texts[b].look_up(request.sampler.tokens[b], most)
-            drafts.append(Draft.chain(tokens[: self._wanted(matched)]))
+            tokens, matched = self._texts[b].look_up(self._text(b), most)
+            draft = Draft.chain(tokens[: self._wanted(matched)])
+            draft.copied = range(1, len(draft.tokens) + 1)
+            drafts.append(draft)
         return drafts
 
     def matched(self, seqs: Sequence[int]) -> list[int]:
@@ -59,16 +77,16 @@ class TextDrafter(Drafter):
             if self._fused is not None and b in self._fused:
                 found.append(self._fused.look_up(b, 1)[1])
             else:
-                found.append(self._texts[b].look_up(self._sampler.tokens[b], 1)[1])
+                found.append(self._texts[b].look_up(self._text(b), 1)[1])
         return found
 
     def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
         fused, seqs, sampler = self._fused, request.seqs, request.sampler
-        if fused is None or (len(seqs) > 1 and not sampler.by_argmax):
+        if fused is None:
             return None
         for seq in seqs:
             if seq not in fused:
-                fused.enter(seq, sampler.tokens[seq][-1:], text=sampler.tokens[seq])
+                fused.enter(seq, sampler.tokens[seq][-1:], text=self._text(seq))
         return fused.run(seqs, [self._growth(fused, seq, limit) for seq, limit in request.pairs])
 
     def _growth(self, fused: FusedSequences, seq: int, limit: int) -> Growth:

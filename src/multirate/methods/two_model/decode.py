@@ -150,15 +150,9 @@ class TwoModelDrafter(Drafter):
             at += len(ids)
             lasts.append(at)
         rows, flat = Rows.concat(parts), [token for ids in entering for token in ids]
-        if self._whole and sampler.by_argmax:
-            noise = None
-            if not sampler.greedy:
-                counts = [len(ids) for ids in entering]
-                noise = [
-                    sampler.noise(b, len(path))
-                    for b, path, count in zip(seqs, paths, counts, strict=True)
-                    for _ in range(count)
-                ]
+        if self._whole and sampler.by_argmax(seqs):
+            each = [i for i, ids in enumerate(entering) for _ in ids]
+            noise = sampler.noises([seqs[i] for i in each], [len(paths[i]) for i in each])
             _, found = self._draft.next_tokens(rows, self._cache, flat, noise=noise)
             tokens = [found[last] for last in lasts]
         else:

@@ -13,6 +13,8 @@ from multirate.runtime.native import abi, library
 from multirate.runtime.native.positions import PositionTables
 from multirate.runtime.rows import Rows
 
+_BLOCK = 16  # tokens whose K/V lie together
+
 
 def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2] → [B, H, capacity, D] each."""
@@ -45,7 +47,7 @@ class NativeKVCache(KVCache):
     def reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
-        capacity = -(-capacity // 16) * 16
+        capacity = -(-capacity // _BLOCK) * _BLOCK
         old = list(zip(self.keys, self.values, strict=True)) if self.capacity else None
         self.keys, self.values = [], []
         sizes = [self.batch * layer.heads * capacity * layer.key_dim for layer in self.layout]
@@ -93,6 +95,18 @@ class NativeKVCache(KVCache):
         if last >= self.capacity:
             self.reserve(max(last + 1, 2 * self.capacity))
         self._used = max(self._used, last + 1)
+
+    def block_views(self, tokens: int) -> list[Tensor]:
+        if tokens != _BLOCK:
+            raise ValueError(f"the kernel keeps {_BLOCK} tokens together, not {tokens}")
+        return [
+            view
+            for keys, values in zip(self.keys, self.values, strict=True)
+            for view in (keys, values.unflatten(2, (-1, _BLOCK // 2)))
+        ]
+
+    def note_restored(self, seq: int, count: int) -> None:
+        self.make_room_to(count - 1)
 
     @property
     def address(self) -> abi.CData:

@@ -31,7 +31,7 @@ from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_branch import NativeDrafting
 from multirate.runtime.native.draft_verification import MAX_NODES, DraftVerification
 from multirate.runtime.native.families import FAMILIES, Family
-from multirate.runtime.native.fused_steps import NativeFusedSequences
+from multirate.runtime.native.fused_sequences import NativeFusedSequences
 from multirate.runtime.native.packed_model import PackedModel
 from multirate.runtime.native.positions import PositionTables
 from multirate.runtime.native.supported import cannot_run, text_config, too_large

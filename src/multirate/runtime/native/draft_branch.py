@@ -30,7 +30,7 @@ from multirate.runtime.native.adapters import AdapterPack
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.formats import draft_format, mixing_format
-from multirate.runtime.native.fused_steps import NativeFusedSequences
+from multirate.runtime.native.fused_sequences import NativeFusedSequences
 from multirate.runtime.native.own_layer import OwnLayer, tiles
 from multirate.runtime.native.packing import Owner
 from multirate.runtime.noise import Noise
@@ -134,6 +134,10 @@ class NativeBranch(PackedBranch):
     def window(self, tokens: int | None) -> None:
         if self._layer is not None:
             self._layer.window = tokens
+
+    @property
+    def own_cache(self) -> NativeKVCache | None:
+        return self._own
 
     def begin(self, cache: KVCache) -> None:
         assert isinstance(cache, NativeKVCache)

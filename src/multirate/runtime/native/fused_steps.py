@@ -9,8 +9,7 @@ which enters next) and their carried residuals.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,7 +23,6 @@ from multirate.runtime.fused import (
     ConfidenceCounts,
     DraftedNodes,
     DraftShape,
-    FusedSequences,
     FusedStep,
     Growth,
     Lookups,
@@ -32,12 +30,10 @@ from multirate.runtime.fused import (
     TextRates,
     TokenChooser,
 )
-from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.native import abi, library
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.kernel_text import KernelText
-from multirate.runtime.native.own_layer import OwnLayer
 from multirate.runtime.noise import NOT_FINITE
 from multirate.runtime.rows import Rows
 
@@ -45,111 +41,6 @@ if TYPE_CHECKING:
     from multirate.runtime.native.decoder import NativeDecoder
 
 _MOST_ENTERING = abi.constant("MAX_ROWS") - 1  # tokens of a level whose last one has two rows
-_MEASURED_AFTER = 40  # tokens before the drafts that are timed
-_MEASURED_LEVELS = 6  # of the longer of two measured drafts
-
-
-class NativeFusedSequences(FusedSequences):
-    """See FusedSequences. branch, head, layer: what drafts; without a head the text is looked up,
-    and nothing else. own_cache: gives the layer's K/V of the generation. rule: of
-    `shape.unverified`.
-    """
-
-    def __init__(
-        self,
-        decoder: NativeDecoder,
-        branch: abi.CData,
-        head: DraftHead | None,
-        layer: OwnLayer | None,
-        shape: DraftShape,
-        lookups: Lookups,
-        own_cache: Callable[[], NativeKVCache | None] = lambda: None,
-        rule: abi.CData | None = None,
-    ) -> None:
-        self._decoder, self._layer, self._own_cache = decoder, layer, own_cache
-        self._made_of = branch, head, shape, lookups
-        self._rule = rule
-        self._free: list[FusedSteps] = []  # kept for later generations
-        self._entered: dict[int, FusedSteps] = {}
-
-    def _take_free(self) -> FusedSteps:
-        """Those of no sequence yet."""
-        if self._free:
-            return self._free.pop()
-        window = None if self._layer is None else self._layer.window
-        return FusedSteps(self._decoder, *self._made_of, window=window, rule=self._rule)
-
-    def begin(self, cache: KVCache, chooser: TokenChooser, choose_path: ChoosePath) -> None:
-        assert isinstance(cache, NativeKVCache)
-        self._free += self._entered.values()
-        self._entered = {}
-        self._generation = cache, self._own_cache(), chooser, choose_path
-
-    def __contains__(self, seq: int) -> bool:
-        return seq in self._entered
-
-    def enter(
-        self,
-        seq: int,
-        ids: Sequence[int],
-        carried: Tensor | None = None,
-        text: Sequence[int] | None = None,
-        rates: TextRates | None = None,
-        calibration: ConfidenceCounts | None = None,
-    ) -> None:
-        steps = self._entered[seq] = self._take_free()
-        steps.begin(*self._generation)
-        steps.enter(seq, ids, carried, text)
-        steps.learn_from(rates, calibration)
-
-    def run(self, seqs: Sequence[int], growths: Sequence[Growth]) -> list[FusedStep]:
-        return run_together([self._entered[seq] for seq in seqs], growths)
-
-    def nodes(self, seq: int) -> DraftedNodes:
-        return self._entered[seq].nodes()
-
-    def look_up(self, seq: int, most: int) -> tuple[list[int], int]:
-        return self._entered[seq].look_up(most)
-
-    def behind(self, seq: int) -> int:
-        return self._entered[seq].behind
-
-    def unread(self, seq: int) -> PendingTokens:
-        return self._entered[seq].unread
-
-    @property
-    def highest_rejected(self) -> float:  # type: ignore[override]
-        return max((one.step.highest_rejected for one in self._entered.values()), default=-np.inf)
-
-    def draft_costs(self, rates: TextRates) -> tuple[float, float]:
-        """Timed on drafts of many levels and of one, over caches of their own (a level alone misses
-        that draft and verification push each other out of the processor's caches). At least two
-        repeats, however long they take.
-        """
-        steps = self._take_free()
-        steps.learn_from(rates)
-        cache = self._decoder.new_cache(1, _MEASURED_AFTER + steps.capacity + 1)
-        cache.commit(0, _MEASURED_AFTER)
-        steps.begin(
-            cache, None if self._layer is None else self._layer.new_cache(1, cache.capacity)
-        )
-        most = min(steps.capacity, _MEASURED_LEVELS)
-        taken: dict[int, list[float]] = {1: [], most: []}
-        deadline = time.perf_counter() + 0.2
-        for repeat in range(40):
-            if repeat >= 2 and time.perf_counter() > deadline:
-                break
-            for depth in taken:
-                steps.enter(0, [0])
-                steps.limits.nodes = depth
-                taken[depth].append(run_together([steps], [Growth(depth)])[0].draft_seconds)
-        steps.limits.nodes = self._made_of[2].nodes
-        self._free.append(steps)
-        # the least: drafts that look dearer than they are may never be tried, and so never timed;
-        # ones that look cheaper are, and the budget policy learns what they take
-        one, many = (min(taken[depth][1:]) for depth in (1, most))
-        level = max(many - one, 0.0) / max(most - 1, 1)
-        return max(one - level, 0.0), level
 
 
 class FusedSteps:
@@ -243,10 +134,10 @@ class FusedSteps:
     ) -> None:
         """A generation over ``cache``, with the branch's own layer's K/V in ``own``.
 
-        chooser: of the tokens (without a repetition penalty); None: greedy ones.
+        chooser: of the tokens; None: greedy ones.
         """
         self.cache, self._own = cache, own
-        self._chooser = None if chooser is None or chooser.plain else chooser
+        self._chooser = chooser
         self._choose_path = choose_path
         self.step.highest_rejected = -np.inf
 
@@ -274,11 +165,6 @@ class FusedSteps:
             read = carried if self._carries else None
             self.unread.add(ids[:-1], None if read is None else read[:-1].clone())
 
-    @property
-    def bare(self) -> bool:
-        """Whether the kernel chooses the tokens."""
-        return self._chooser is None or self._chooser.bare
-
     def prepare(self, growth: Growth) -> None:
         """The step's limits, caches and noise, and what enters."""
         limits, branch = self.limits, growth.own
@@ -302,8 +188,10 @@ class FusedSteps:
     def _take_noise(self) -> None:
         """That of the token after the last one."""
         chooser = self._chooser
-        noise = None if chooser is None else chooser.noise(self.step.sequence)
-        packed = abi.NULL if noise is None else abi.noise_of([noise])
+        seq = self.step.sequence
+        noise = None if chooser is None else chooser.noises([seq], [0])
+        packed = abi.NULL if noise is None else abi.noise_of(noise)
+        self.step.chooses = chooser is None or chooser.by_argmax([seq])
         self.limits.noise = packed
         self.step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
@@ -316,6 +204,7 @@ class FusedSteps:
             self._ids[: self.entered].tolist(),
             step.drafted,
             step.levels,
+            step.drafted - step.text.continued,
             _places(step.unverified_tokens),
             step.draft_seconds,
         )
@@ -385,6 +274,20 @@ class FusedSteps:
         self.entered = count + entered
         self.unread.clear()
 
+    def settle(self) -> None:
+        """All tokens but the last, which enters next, run through the branch."""
+        if not self._backfill:
+            return
+        entered = self.entered
+        if entered > 1:
+            self._set_aside(entered - 1)
+            self._ids[0], self._carried[0] = self._ids[entered - 1], self._carried[entered - 1]
+            self.entered = 1
+        if self.unread:
+            self.grow_caches()
+            self._read_caches()
+            _catch_up([self])
+
     def learn_from(
         self, rates: TextRates | None, calibration: ConfidenceCounts | None = None
     ) -> None:
@@ -439,33 +342,32 @@ def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list
         one.grow_caches()
     for i in order:
         every[i].prepare(growths[i])
-    _catch_up(those)
-    first, bare = those[0], those[0].bare
+    _catch_up([one for one in those if one.unread and one.limits.own])
+    first = those[0]
     finite = library.kernel().mr_speculative_steps(
         first.decoder.workspace.address,
         abi.ffi.new("SpeculativeStep *[]", [one.step for one in those]),
         len(those),
-        int(bare),
     )
     if not finite:
         raise UserError(NOT_FINITE)
-    if not bare:
-        first.accept_chosen()
+    for one in those:
+        if not one.step.chooses:
+            one.accept_chosen()
     return [one.ended() for one in every]
 
 
 def _catch_up(every: Sequence[FusedSteps]) -> None:
-    """Tokens that wait for a branch that drafts now, more than enter with its draft, run through
-    it; only its own K/V are written.
+    """Tokens that wait for the branch, more than enter with its next draft, run through it; only
+    its own K/V are written.
     """
-    behind = [one for one in every if one.unread and one.limits.own]
-    if not behind:
+    if not every:
         return
-    for one in behind:  # what the branch's own layer will not see
+    for one in every:  # what the branch's own layer will not see
         one.unread.keep_newest(one.window)
-    first = behind[0]
-    ids = np.array([token for one in behind for token in one.unread.ids], np.int64)
-    pieces = [piece for one in behind for piece in one.unread.carried]
+    first = every[0]
+    ids = np.array([token for one in every for token in one.unread.ids], np.int64)
+    pieces = [piece for one in every for piece in one.unread.carried]
     carried = torch.cat(pieces).contiguous() if pieces else None
     rows = Rows.concat(
         [
@@ -474,7 +376,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
                 one.length - one.entered + 1 - len(one.unread),
                 len(one.unread),
             )
-            for one in behind
+            for one in every
         ]
     )
     x = abi.floats_for(len(ids), first.decoder.info.hidden_size)
@@ -491,5 +393,5 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         abi.tensor(carried),
         abi.tensor(x),
     )
-    for one in behind:
+    for one in every:
         one.unread.clear()

@@ -115,8 +115,11 @@ def test_a_stream_joins_to_the_whole_answer(more: dict[str, Any], sizes: tuple[i
 
 def test_stop_strings_are_cut_off_and_end_the_decoding() -> None:
     scheduler = saying("one two three")
-    found = client(scheduler).complete(stop="two").json()["choices"][0]
+    whole = client(scheduler).complete(stop="two").json()
+    found = whole["choices"][0]
+    assert whole["usage"]["completion_tokens"] == 7 and whole["timings"]["predicted_ms"] == 500
     assert (found["text"], found["finish_reason"]) == ("one ", "stop")
+    assert not scheduler.tickets[0].cancelled.is_set()
     assert scheduler.requests[0].stop.stop_strings == ("two",)
 
 

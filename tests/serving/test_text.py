@@ -40,7 +40,7 @@ def streamed(text: str, sizes: Sequence[int], stops: Sequence[str], reader: Read
     for block in blocks(tokens(text), sizes):
         update = choice.take(Emitted(block, ("model",) * len(block)))
         parts.append(update.parts)
-        if update.finish is not None:
+        if update.finish is not None:  # the decoder went on after a stop string
             return choice, parts
     parts.append(choice.take(Finished("eos", Usage())).parts)
     return choice, parts

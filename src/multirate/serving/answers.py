@@ -87,6 +87,9 @@ class Choice:
         update = Update(self)
         if isinstance(event, PromptRead):
             self.read = update.read = event
+        elif isinstance(event, Emitted) and self._stop.met:
+            # The decoder reads special tokens as text and did not see the stop string.
+            self._end("stop", self._usage_so_far(), update)
         elif isinstance(event, Emitted):
             self._emitted += len(event.tokens)
             self._accepted += sum(origin != "model" for origin in event.origins)
@@ -96,12 +99,11 @@ class Choice:
                 self.tokens += event.tokens
                 self.logprobs += event.logprobs
             self._advance(update)
-            if self._stop.met:
-                self._end("stop", self._usage_so_far(), update)
         else:
             self._stream.end()
             self._advance(update)
-            self._end(FINISH[event.reason], event.usage, update)
+            finish = "stop" if self._stop.met else FINISH[event.reason]
+            self._end(finish, event.usage, update)
         return update
 
     def _advance(self, update: Update) -> None:

@@ -186,3 +186,9 @@ def test_biases_and_penalties_change_the_logits() -> None:
         scores = processor(ids, scores)
     found = {place: value for place, value in enumerate(scores[0].tolist()) if value}
     assert found == {7: -100.0, 8: 2.5, 9: -2.0, 10: -1.5}
+
+
+def test_the_token_that_ends_a_text_is_not_shown_even_if_it_is_a_plain_one() -> None:
+    (mark,) = tokens("!", end=False)
+    found = client(saying("ab!cd"), served(ends=(mark,))).complete().json()["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("ab", "stop")

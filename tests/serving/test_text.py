@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.serving.answers import Choice
-from multirate.serving.reading import Call, Part, Plain, Reader, Said, Tagged, Templated, Thought
+from multirate.serving.parts import Call, Part, Plain, Reader, Said, Tagged, Templated, Thought
 from multirate.serving.requests import Emitted, Finished, Request, Usage
 from multirate.serving.stop_strings import StopStrings
 from serving.conftest import END, WORDS, served, tokens

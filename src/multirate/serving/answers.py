@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from multirate.decoding.text_stream import TextStream
 from multirate.serving.metrics import Metrics
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import Call, Part, Reader, Said, Thought
+from multirate.serving.parts import Call, Part, Reader, Said, Thought
 from multirate.serving.requests import (
     Deliver,
     Emitted,

@@ -11,6 +11,7 @@ import typer
 
 from multirate.cli import options
 from multirate.cli.generating import (
+    ENDINGS,
     How,
     OfExperts,
     Sampling,
@@ -26,13 +27,6 @@ if TYPE_CHECKING:
     from multirate.decoding.results import GenerationOutput
     from multirate.decoding.stopping import StopSettings
     from multirate.engine import Engine
-
-ENDINGS = {
-    "eos": "ended by the model",
-    "stop_string": "ended at a stop text",
-    "length": "ended at the token limit",
-    "context": "ended at the context limit",
-}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from multirate.engine import Engine
 
 
+ENDINGS = {
+    "eos": "ended by the model",
+    "stop_string": "ended at a stop text",
+    "length": "ended at the token limit",
+    "context": "ended at the context limit",
+}
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Fields of SamplingSettings. None: from the model's generation_config."""

@@ -12,6 +12,7 @@ from multirate.cli import (
     answers,
     bench,
     calibrate,
+    chat,
     demo,
     evaluate,
     export,
@@ -48,6 +49,7 @@ app = typer.Typer(
 USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts"
 for name, module, panel, summary in (
     ("generate", generate, USE, "Generate text from a prompt."),
+    ("chat", chat, USE, "Talk with a model."),
     ("demo", demo, USE, "Watch a model answer with and without drafts."),
     ("methods", methods, USE, "List the methods, and their settings."),
     ("info", info, USE, "Show what a model is and how it runs here."),

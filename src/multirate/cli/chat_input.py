@@ -36,9 +36,9 @@ def next_said(read: Read) -> Said:
     line = read(PROMPT)
     if line.startswith("/") and "\n" not in line:
         return Said(line.rstrip(), is_command=True)
-    lines = [line]
+    lines, block = [line], line.lstrip().startswith(BLOCK)
     with suppress(EOFError):
-        if line.lstrip().startswith(BLOCK):
+        if block:
             lines = [line.lstrip().removeprefix(BLOCK)]
             while not lines[-1].rstrip().endswith(BLOCK):
                 lines.append(read(CONTINUED))
@@ -46,7 +46,8 @@ def next_said(read: Read) -> Said:
         while lines[-1].endswith("\\"):
             lines[-1] = lines[-1][:-1]
             lines.append(read(CONTINUED))
-    return Said("\n".join(lines).strip("\n"))
+    text = "\n".join(lines)
+    return Said(text.strip("\n") if block else text.strip())
 
 
 def piped() -> Iterator[Said]:

@@ -30,8 +30,8 @@ HELP = """\
 /save FILE      write the messages as JSON; /save! replaces a file
 /help           this list
 /exit           end the chat (or Ctrl-D)
-Ctrl-C stops an answer. \"\"\" begins and ends a message of several lines; a line
-that ends in \\ goes on in the next. Begin with a space to say what begins with /."""
+Ctrl-C stops an answer. \"\"\" begins and ends a message of several lines, and a
+line that ends in \\ goes on in the next. A space before / makes it a message."""
 OFF = "off"
 FULL = "/reset starts a new conversation, /save FILE keeps this one"
 
@@ -125,6 +125,8 @@ class Chat:
             line = status_line(output.stats, stopped, console.width)
             console.print(line, style="dim", markup=False, soft_wrap=True)
         self._remark(reason)
+        if self.terminal:
+            options.note("")
 
     def _generate(self, prompt: list[int], answer: list[int]) -> GenerationOutput:
         """Generates and prints an answer, whose tokens it adds to `answer`."""

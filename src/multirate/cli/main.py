@@ -34,6 +34,7 @@ from multirate.cli.version import version_text
 EXAMPLES = """\
 Start here:
   multirate demo
+  multirate chat
   multirate generate ./my-model.gguf -p "Why is the sky blue?" --stats
   multirate info ./my-model.gguf"""
 app = typer.Typer(

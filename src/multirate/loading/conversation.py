@@ -86,8 +86,9 @@ class Conversation:
     def _prompt(self, user: str) -> tuple[str, list[int]]:
         text = self._text([*self.messages, _message("user", user)])
         for known, ids in self._read:
-            if text.startswith(known):
-                return text, [*ids, *self._continued(ids, text[len(known) :])]
+            more = self._continued(ids, text[len(known) :]) if text.startswith(known) else None
+            if more is not None:
+                return text, [*ids, *more]
         return text, self._ids(text)
 
     def _text(self, messages: Sequence[Message]) -> str:
@@ -97,13 +98,13 @@ class Conversation:
             raise UserError("the conversation: the model's chat template produces no text")
         return text
 
-    def _continued(self, ids: list[int], text: str) -> list[int]:
-        """Token ids of a text that follows these tokens. Some tokenizers begin a text, but not its
-        continuation, with a space.
+    def _continued(self, ids: list[int], text: str) -> list[int] | None:
+        """Token ids of a text that follows these tokens; None if it shares a token with them. It is
+        tokenised after the last of them, because some tokenizers begin every text with a space.
         """
-        last = ids[-1:]
-        found = self._ids(str(self._tokenizer.decode(last)) + text)
-        return found[1:] if found[:1] == last else self._ids(text)
+        last = str(self._tokenizer.decode(ids[-1:]))
+        alone, together = self._ids(last), self._ids(last + text)
+        return together[len(alone) :] if together[: len(alone)] == alone else None
 
     def _ids(self, text: str) -> list[int]:
         encoded = self._tokenizer(text, add_special_tokens=False, verbose=False)

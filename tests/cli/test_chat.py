@@ -8,14 +8,14 @@ import os
 import pty
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fresh_process
 import pytest
+from fresh_process import FreshProcess
 from lab.bench import tiny_model
 from typer.testing import CliRunner, Result
 
@@ -30,6 +30,7 @@ from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.loading.conversation import Conversation
 
+CTRL_C = "\x03"
 COMMANDS = ("/reset", "/system", "/stats", "/save", "/save!", "/help", "/exit")
 
 
@@ -333,6 +334,8 @@ def test_save_writes_all_and_replaces_only_when_told(
     assert json.loads(file.read_text()) == read
     refused(chat, f"/save {tmp_path}/no/talk.jsonl", "cannot write", "no such file")
     refused(chat, f"/save! {tmp_path}", "cannot write", "not a regular file")
+    refused(chat, f"/save {tmp_path}/{'x' * 300}", "cannot write", "file name too long")
+    refused(chat, "/save ~nobody-here/talk.jsonl", "cannot write", "no such file")
     refused(chat, "/save!", "/save! needs a file name")
     assert list(tmp_path.iterdir()) == [file]
 
@@ -515,20 +518,36 @@ def test_the_status_line_fits() -> None:
     assert len(status_line(most, stopped=True)) <= 80
 
 
-# a terminal
+# a process of its own
 
-SLOW = """
-import time
+AT_A_TERMINAL = """
+import os, sys, time
+from multirate.cli.main import run
 from multirate.decoding.text_stream import TextStream
+
+os.setsid()
+screen = os.open(sys.argv.pop(), os.O_RDWR)  # Ctrl-C there is for this process
+for descriptor in range(3):
+    os.dup2(screen, descriptor)
+sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+os.environ["TERM"] = "xterm"
 right = TextStream.push
 def push(self, tokens):
     right(self, tokens)
-    time.sleep(0.05)
+    time.sleep(0.05)  # slow enough to be interrupted
 TextStream.push = push
-from multirate.cli.main import run
 run()
 """
-"""The command, slow enough to be interrupted."""
+WITHOUT_A_READER = """
+import io, os, sys
+from multirate.cli.main import run
+
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(b"hello there")), open(1, "w")
+run()
+"""
 
 
 class Terminal:
@@ -536,39 +555,29 @@ class Terminal:
 
     def __init__(self, *arguments: str) -> None:
         self._keyboard, screen = pty.openpty()
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", SLOW, "chat", *arguments],
-            stdin=screen,
-            stdout=screen,
-            stderr=screen,
-            env={**os.environ, "TERM": "xterm"},
-            start_new_session=True,
-        )
-        os.close(screen)
-        self.shown = ""
+        self.process = FreshProcess(AT_A_TERMINAL, "chat", *arguments, os.ttyname(screen))
+        self._screen = screen  # open until the process has it
+        self._shown = ""
 
     def see(self, text: str, timeout: float = 60.0) -> str:
         """Waits for a text, and returns what came before it."""
         until = time.monotonic() + timeout
-        while text not in self.shown:
-            ready, _, _ = select.select([self._keyboard], [], [], until - time.monotonic())
-            assert ready, f"{text!r} did not come: {self.shown}"
-            self.shown += os.read(self._keyboard, 4096).decode()
-        before, _, self.shown = self.shown.partition(text)
+        while text not in self._shown:
+            left = max(0.0, until - time.monotonic())
+            ready, _, _ = select.select([self._keyboard], [], [], left)
+            assert ready, f"{text!r} did not come: {self._shown}"
+            self._shown += os.read(self._keyboard, 4096).decode()
+        before, _, self._shown = self._shown.partition(text)
         return before
 
     def type(self, text: str) -> None:
         os.write(self._keyboard, text.encode())
 
-    def press_ctrl_c(self) -> None:
-        self.process.send_signal(signal.SIGINT)
-
     def end(self) -> int:
-        try:
-            return self.process.wait(30)
-        finally:
-            self.process.kill()
-            os.close(self._keyboard)
+        code = self.process.finish().returncode
+        os.close(self._keyboard)
+        os.close(self._screen)
+        return code
 
 
 @pytest.mark.slow
@@ -579,30 +588,23 @@ def test_in_a_terminal() -> None:
     screen.type("\x1b[200~two lines\npasted\x1b[201~\r")
     screen.see("\x1b[?2004l")
     screen.see("e")
-    screen.press_ctrl_c()
-    status = screen.see("stopped")
-    assert " tok/s, no drafts" in status and "> " not in status
+    screen.type(CTRL_C)
+    assert " tok/s, no drafts" in screen.see("stopped")
     screen.see("> ")
     screen.type("/stats\r")
     screen.see("1 answer, ")  # both lines were one message
     screen.see("> ")
     screen.type("half a li")
     screen.see("half a li")
-    screen.press_ctrl_c()
+    screen.type(CTRL_C)
     screen.see("Ctrl-C again ends the chat")
     screen.see("> ")
-    screen.press_ctrl_c()
+    screen.type(CTRL_C)
     screen.see("interrupted")
     assert screen.end() == 130
 
 
-@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_error() -> None:
-    command = [sys.executable, "-m", "multirate", "chat", "tiny"]
-    pipe, closed = subprocess.PIPE, os.pipe()
-    os.close(closed[0])
-    done = subprocess.run(
-        command, input=b"hello there\n", stdout=closed[1], stderr=pipe, check=False, timeout=120
-    )
-    os.close(closed[1])
-    assert done.returncode == 1 and b"Traceback" not in done.stderr and b"error" not in done.stderr
+    done = fresh_process.run(WITHOUT_A_READER, "chat", "tiny")
+    assert done.returncode == 1
+    assert done.stderr == "tiny, weights bfloat16\nnative backend, method m2r2-carry\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -113,7 +114,7 @@ class Chat:
         except KeyboardInterrupt:
             if not self.terminal:
                 raise
-            options.note("stopped before the first token; the message is forgotten")
+            options.note("\nstopped before the first token; the message is forgotten")
             return
         self.conversation.add(text, answer)
         reason = output.finish_reasons[0]
@@ -207,7 +208,7 @@ class Chat:
 
     def _save(self, rest: str) -> None:
         path = _path(rest, "/save")
-        if path.exists():
+        if os.path.lexists(path):
             raise UserError(f"{path} exists; `/save! {rest}` replaces it")
         self._write(path)
 
@@ -233,4 +234,4 @@ def _none(rest: str, command: str) -> None:
 def _path(rest: str, command: str) -> Path:
     if not rest:
         raise UserError(f"{command} needs a file name, as in {command} talk.jsonl")
-    return Path(rest).expanduser()
+    return Path(os.path.expanduser(rest))

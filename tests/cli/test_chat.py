@@ -28,7 +28,7 @@ from multirate.decoding.results import DecodeStats
 from multirate.decoding.session import Session
 from multirate.engine import Engine
 from multirate.errors import UserError
-from multirate.loading.conversation import Conversation
+from multirate.loading.conversation import OpenConversation
 
 CTRL_C = "\x03"
 COMMANDS = ("/reset", "/system", "/stats", "/save", "/save!", "/help", "/exit")
@@ -44,7 +44,7 @@ def chat(engine: Engine) -> Chat:
     """One in a terminal, with a model that has read nothing."""
     engine.forget()
     how = {"speculate": "never"}
-    talk = Conversation(engine.tokenizer)
+    talk = OpenConversation(engine.tokenizer)
     about = {"model": "tiny"}
     return Chat(engine, talk, engine.sampling(), engine.stopping(40), how, about, terminal=True)
 
@@ -55,7 +55,7 @@ def run(*arguments: str, text: str | bytes = "") -> Result:
 
 def expected(engine: Engine, *turns: str, most: int = 40) -> list[str]:
     """The answers of a model that reads the whole conversation each time."""
-    talk, answers = Conversation(engine.tokenizer), []
+    talk, answers = OpenConversation(engine.tokenizer), []
     for turn in turns:
         engine.forget()
         prompt = talk.prompt(turn)
@@ -171,7 +171,7 @@ def test_an_answer_is_not_tokenised_again(engine: Engine) -> None:
     words = engine.tokenizer
     letters = [words.convert_tokens_to_ids(letter) for letter in "the"]
     assert words("the", add_special_tokens=False)["input_ids"] != letters
-    talk = Conversation(words)
+    talk = OpenConversation(words)
     first = talk.prompt("hi")
     talk.add("hi", letters)
     after = talk.prompt("more")
@@ -206,7 +206,7 @@ def spaced_tokenizer() -> Any:
 @pytest.mark.parametrize("answer", ["hello<eos>", " hello <eos>", "hello"])
 def test_prompts_are_those_of_the_template(make: Callable[[], Any], answer: str) -> None:
     words = make()
-    talk = Conversation(words)
+    talk = OpenConversation(words)
     before, whole = (words(f"x{more}")["input_ids"] for more in ("", answer))
     for text in ("hello", "more", "again"):
         wanted = words.apply_chat_template(
@@ -446,7 +446,7 @@ def test_ctrl_c_in_a_pipe_ends_the_program(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_error_in_on_tokens_leaves_the_engine_usable(engine: Engine) -> None:
     engine.forget()
-    prompt = Conversation(engine.tokenizer).prompt("hello there")
+    prompt = OpenConversation(engine.tokenizer).prompt("hello there")
     right = engine.generate([prompt], stop=engine.stopping(20))
 
     def fail(_: int, tokens: list[int]) -> None:

@@ -36,7 +36,7 @@ def command(
     the model's generation_config.
     """
     from multirate.cli.chat_session import Chat
-    from multirate.loading.conversation import Conversation
+    from multirate.loading.conversation import OpenConversation
     from multirate.loading.names import DEFAULT
 
     given = sampling.given()
@@ -49,7 +49,7 @@ def command(
     engine.keep_bytes = sys.maxsize
     chat = Chat(
         engine,
-        Conversation(engine.tokenizer, system),
+        OpenConversation(engine.tokenizer, system),
         engine.sampling(**given),
         engine.stopping(max_new_tokens, stop),
         asdict(how),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from multirate.decoding.results import DecodeStats, GenerationOutput
     from multirate.decoding.stopping import StopSettings
     from multirate.engine import Engine
-    from multirate.loading.conversation import Conversation
+    from multirate.loading.conversation import OpenConversation
 
 HELP = """\
 /reset          forget the conversation, but not the system message
@@ -62,7 +62,7 @@ class Chat:
     """Takes what the user says, one after the other."""
 
     engine: Engine
-    conversation: Conversation
+    conversation: OpenConversation
     sampling: SamplingSettings
     stop: StopSettings
     how: dict[str, Any]

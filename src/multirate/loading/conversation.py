@@ -12,8 +12,8 @@ Message = dict[str, str]
 """With "role" and "content"."""
 
 
-class Conversation:
-    """Messages, and the tokens that the model has read and written for them.
+class OpenConversation:
+    """A conversation that goes on: messages, and the tokens read and written for them.
 
     The next prompt begins with these tokens wherever the chat template writes their text, so that
     an engine, which keeps their keys and values, reads only what is new. An answer is not tokenised

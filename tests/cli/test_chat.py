@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import builtins
 import json
-import os
-import pty
-import select
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import fresh_process
 import pytest
-from fresh_process import FreshProcess
 from lab.bench import tiny_model
 from typer.testing import CliRunner, Result
 
@@ -30,7 +24,6 @@ from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.loading.conversation import OpenConversation
 
-CTRL_C = "\x03"
 COMMANDS = ("/reset", "/system", "/stats", "/save", "/save!", "/help", "/exit")
 
 
@@ -164,59 +157,6 @@ def test_the_next_turn_reads_only_what_is_new(chat: Chat) -> None:
         assert chat._last.stats.resumed == (known - 2 if place else 0)
     texts = [m["content"] for m in chat.conversation.messages if m["role"] == "assistant"]
     assert texts == expected(chat.engine, "hello there", "and then?", "what else?")
-
-
-def test_an_answer_is_not_tokenised_again(engine: Engine) -> None:
-    """Even where its text would give other tokens."""
-    words = engine.tokenizer
-    letters = [words.convert_tokens_to_ids(letter) for letter in "the"]
-    assert words("the", add_special_tokens=False)["input_ids"] != letters
-    talk = OpenConversation(words)
-    first = talk.prompt("hi")
-    talk.add("hi", letters)
-    after = talk.prompt("more")
-    assert after[: len(first) + 3] == [*first, *letters] and talk.tokens == len(first) + 3
-    assert words.decode(after) == words.apply_chat_template(
-        [*talk.messages, {"role": "user", "content": "more"}],
-        tokenize=False,
-        add_generation_prompt=True,
-    )
-
-
-def spaced_tokenizer() -> Any:
-    """One token for each character. It begins a text, but not its continuation, with a space, and
-    its template has no token that begins a turn.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = ["<eos>", *"abcdefghijklmnopqrstuvwxyz[]/▁"]
-    backend = Tokenizer(models.BPE({one: place for place, one in enumerate(letters)}, []))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
-    backend.decoder = decoders.Metaspace(prepend_scheme="first")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token="<eos>",
-        chat_template="{% for m in messages %}{% if m.role == 'user' %}[user]{{ m.content }}[/user]"
-        "{% else %}{{ m.content | trim }}<eos>{% endif %}{% endfor %}",
-    )
-
-
-@pytest.mark.parametrize("make", [tiny_model.tokenizer, spaced_tokenizer])
-@pytest.mark.parametrize("answer", ["hello<eos>", " hello <eos>", "hello"])
-def test_prompts_are_those_of_the_template(make: Callable[[], Any], answer: str) -> None:
-    words = make()
-    talk = OpenConversation(words)
-    before, whole = (words(f"x{more}")["input_ids"] for more in ("", answer))
-    for text in ("hello", "more", "again"):
-        wanted = words.apply_chat_template(
-            [*talk.messages, {"role": "user", "content": text}],
-            add_generation_prompt=True,
-            return_dict=True,
-        )["input_ids"]
-        assert talk.prompt(text) == wanted
-        talk.add(text, whole[len(before) :])
-    assert talk.turns == 3
 
 
 def test_special_tokens_are_not_printed(chat: Chat, capsys: pytest.CaptureFixture[str]) -> None:
@@ -516,95 +456,3 @@ def test_the_status_line_fits() -> None:
     assert status_line(plain) == "1 token, 1,000,000,000 tok/s, no drafts"
     most = stats(tokens=131_072, resumed=131_072, seconds=1.0, accepted=70)
     assert len(status_line(most, stopped=True)) <= 80
-
-
-# a process of its own
-
-AT_A_TERMINAL = """
-import os, sys, time
-from multirate.cli.main import run
-from multirate.decoding.text_stream import TextStream
-
-os.setsid()
-screen = os.open(sys.argv.pop(), os.O_RDWR)  # Ctrl-C there is for this process
-for descriptor in range(3):
-    os.dup2(screen, descriptor)
-sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
-os.environ["TERM"] = "xterm"
-right = TextStream.push
-def push(self, tokens):
-    right(self, tokens)
-    time.sleep(0.05)  # slow enough to be interrupted
-TextStream.push = push
-run()
-"""
-WITHOUT_A_READER = """
-import io, os, sys
-from multirate.cli.main import run
-
-reader, writer = os.pipe()
-os.close(reader)
-os.dup2(writer, 1)
-sys.stdin, sys.stdout = io.TextIOWrapper(io.BytesIO(b"hello there")), open(1, "w")
-run()
-"""
-
-
-class Terminal:
-    """`multirate chat` on a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._keyboard, screen = pty.openpty()
-        self.process = FreshProcess(AT_A_TERMINAL, "chat", *arguments, os.ttyname(screen))
-        self._screen = screen  # open until the process has it
-        self._shown = ""
-
-    def see(self, text: str, timeout: float = 60.0) -> str:
-        """Waits for a text, and returns what came before it."""
-        until = time.monotonic() + timeout
-        while text not in self._shown:
-            left = max(0.0, until - time.monotonic())
-            ready, _, _ = select.select([self._keyboard], [], [], left)
-            assert ready, f"{text!r} did not come: {self._shown}"
-            self._shown += os.read(self._keyboard, 4096).decode()
-        before, _, self._shown = self._shown.partition(text)
-        return before
-
-    def type(self, text: str) -> None:
-        os.write(self._keyboard, text.encode())
-
-    def end(self) -> int:
-        code = self.process.finish().returncode
-        os.close(self._keyboard)
-        os.close(self._screen)
-        return code
-
-
-@pytest.mark.slow
-def test_in_a_terminal() -> None:
-    screen = Terminal("tiny", "--speculate", "never", "--temperature", "9", "--seed", "1")
-    screen.see("Ctrl-D ends the chat.")
-    screen.see("> ")
-    screen.type("\x1b[200~two lines\npasted\x1b[201~\r")
-    screen.see("\x1b[?2004l")
-    screen.see("e")
-    screen.type(CTRL_C)
-    assert " tok/s, no drafts" in screen.see("stopped")
-    screen.see("> ")
-    screen.type("/stats\r")
-    screen.see("1 answer, ")  # both lines were one message
-    screen.see("> ")
-    screen.type("half a li")
-    screen.see("half a li")
-    screen.type(CTRL_C)
-    screen.see("Ctrl-C again ends the chat")
-    screen.see("> ")
-    screen.type(CTRL_C)
-    screen.see("interrupted")
-    assert screen.end() == 130
-
-
-def test_a_reader_that_goes_away_is_no_error() -> None:
-    done = fresh_process.run(WITHOUT_A_READER, "chat", "tiny")
-    assert done.returncode == 1
-    assert done.stderr == "tiny, weights bfloat16\nnative backend, method m2r2-carry\n"

@@ -43,7 +43,7 @@ RUNTIME_LAYERS = (
     ("load", "weight_watch"),
 )
 """The interface, the model's own layers, what is faster than these, and who chooses."""
-LOADING_LAYERS = (("names", "chat_template"), ("explained", "gguf"), ("hub",))
+LOADING_LAYERS = (("names", "chat_template"), ("explained", "gguf", "conversation"), ("hub",))
 LAB_LAYERS = (
     ("depth_baselines", "pages", "calibration"),
     ("bench", "inspection"),

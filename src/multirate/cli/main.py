@@ -12,6 +12,7 @@ from multirate.cli import (
     answers,
     bench,
     calibrate,
+    chat,
     demo,
     evaluate,
     export,
@@ -34,6 +35,7 @@ from multirate.cli.version import version_text
 EXAMPLES = """\
 Start here:
   multirate demo
+  multirate chat
   multirate generate ./my-model.gguf -p "Why is the sky blue?" --stats
   multirate info ./my-model.gguf"""
 app = typer.Typer(
@@ -49,6 +51,7 @@ app = typer.Typer(
 USE, TRAIN, MEASURE, RESEARCH = "Use", "Train", "Measure", "Research and experts"
 for name, module, panel, summary in (
     ("generate", generate, USE, "Generate text from a prompt."),
+    ("chat", chat, USE, "Talk with a model."),
     ("demo", demo, USE, "Watch a model answer with and without drafts."),
     ("serve", serve, USE, "Serve a model over HTTP, for OpenAI's clients."),
     ("methods", methods, USE, "List the methods, and their settings."),

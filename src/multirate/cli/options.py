@@ -49,6 +49,7 @@ MaxNewTokens = Annotated[
     int,
     typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per answer."),
 ]
+Stop = Annotated[list[str] | None, written(help="Stop at this text (repeatable).")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file.")]
 Dtype = Annotated[str, of_machine(help="auto (as saved), bfloat16, float16 or float32.")]
 Weights = Annotated[

@@ -23,6 +23,10 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.runtime.decoder import Decoder
 
+_CAPACITY, _EAGER_CAPACITY = 8192, 256
+"""Cache slots of a sequence to begin with: where they cost memory only if used, and elsewhere."""
+_TRIMMED = 1024
+"""The memory of sequences with more tokens is given back when they leave."""
 OnPrompt = Callable[[int, Tensor], None]
 """on_prompt(first, hidden): h_L [n, d] of the prompt's tokens from number `first` on, as they are
 read."""
@@ -64,8 +68,8 @@ class _Reading:
 class Batch:
     """At most `places` sequences that decode by `step`, whose generation this begins.
 
-    sampling, stop: of sequences without their own. capacity: cache slots of each to begin with.
-    keep_bytes: memory for K/V of earlier texts; 0: none are kept. on_tokens: as `generate`.
+    sampling, stop: of sequences without their own. keep_bytes: memory for K/V of earlier texts; 0:
+    none are kept. on_tokens: as `generate`.
 
     session: its active sequences decode. kept: the prefix tree, if there is one.
     """
@@ -77,7 +81,6 @@ class Batch:
         places: int,
         sampling: SamplingSettings | None = None,
         stop: StopSettings | None = None,
-        capacity: int = 256,
         keep_bytes: int = 0,
         on_tokens: OnTokens | None = None,
     ) -> None:
@@ -85,7 +88,8 @@ class Batch:
             raise ValueError(f"sequences cannot join a {type(step).__name__}")
         self.decoder, self.step, self.places = decoder, step, places
         self.session = Session(decoder, [], sampling, stop, on_tokens, places=places)
-        self.session.cache.reserve(capacity + step.slots)
+        cache = self.session.cache
+        cache.reserve((_CAPACITY if cache.comes_as_used else _EAGER_CAPACITY) + step.slots)
         step.begin(self.session, resumed=False)
         self.reading: dict[int, _Reading] = {}
         self._taken: set[int] = set()
@@ -125,7 +129,12 @@ class Batch:
         self._taken.discard(seq)
         self.session.leave(seq)
         self.step.leave(seq)
-        self.session.cache.truncate(seq, 0)
+        cache = self.session.cache
+        length = cache.lengths[seq]
+        cache.truncate(seq, 0)
+        if length > _TRIMMED:
+            for one in (cache, *self.step.caches()):
+                one.trim(seq)
 
     def _keep(self, seq: int) -> None:
         if self.kept is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -31,6 +32,9 @@ class KVCache:
     `reserve`. `positions` is a numpy int32 array [B, capacity]: the position each slot was last
     written with.
     """
+
+    comes_as_used: ClassVar[bool] = False
+    """Whether slots take memory only when they are written, so that capacity costs nothing."""
 
     def __init__(self, batch: int, capacity: int, layers: Sequence[LayerKV]) -> None:
         self.layout = tuple(layers)
@@ -156,6 +160,9 @@ class KVCache:
         """The first `count` slots of a sequence have been written through `block_views`."""
         self.positions[seq, :count] = np.arange(count, dtype=np.int32)
         self.version += 1
+
+    def trim(self, seq: int) -> None:
+        """Gives memory of a sequence without tokens back to the system, where that is possible."""
 
     def standard(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H_kv, capacity, D] each, whatever layout they are

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,20 @@ from multirate.runtime.rows import Rows
 _BLOCK = 16  # tokens whose K/V lie together
 
 
+_MAPPED = 32 << 20  # bytes from which on memory is mapped
+
+
+def _zeros(count: int) -> tuple[Tensor, mmap.mmap | None]:
+    """So many zeros, and the mapping that they lie in, if it is one: pages of a mapping take no
+    memory until they are written.
+    """
+    if 2 * count < _MAPPED:
+        return torch.zeros(count, dtype=torch.bfloat16, device="cpu"), None
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    mapped = mmap.mmap(-1, 2 * count, flags=flags)
+    return torch.frombuffer(mapped, dtype=torch.bfloat16), mapped
+
+
 def from_native(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
     """K [B, H, capacity/16, D/2, 16, 2], V [B, H, capacity/2, D, 2] → [B, H, capacity, D] each."""
     return keys.transpose(3, 4).flatten(2, 3).flatten(-2), values.transpose(3, 4).flatten(2, 3)
@@ -28,9 +43,13 @@ class NativeKVCache(KVCache):
     Positions equal slots for committed tokens, so the kernel needs no position table; the base
     class's `positions` stays unused.
 
+    Large memory takes pages as they are used (`comes_as_used`).
+
     tables: what the layers read by position; they grow with the cache. None: the rows' positions
     have another owner.
     """
+
+    comes_as_used = True
 
     def __init__(
         self,
@@ -42,25 +61,29 @@ class NativeKVCache(KVCache):
         self._pointers: abi.CData = None
         self._tables = tables
         self._used = 0  # slots that may have been written since the memory was last cleared
+        self._mapped: mmap.mmap | None = None
         super().__init__(batch, capacity, layers)
 
     def reserve(self, capacity: int) -> None:
         if capacity <= self.capacity:
             return
         capacity = -(-capacity // _BLOCK) * _BLOCK
-        old = list(zip(self.keys, self.values, strict=True)) if self.capacity else None
+        old = list(zip(self.keys, self.values, strict=True)) if self._used else None
         self.keys, self.values = [], []
         sizes = [self.batch * layer.heads * capacity * layer.key_dim for layer in self.layout]
-        # One block, not two per layer: its pages come and are cleared at once. Zeros: a masked slot
-        # enters the weighted sum with weight 0, and 0 · NaN is NaN.
-        self._block = torch.zeros(2 * sum(sizes), dtype=torch.bfloat16, device="cpu")
+        # One block, not two per layer: its pages come and are cleared at once or, if it is large,
+        # as they are used. Zeros: a masked slot enters the weighted sum with weight 0, and 0 · NaN
+        # is NaN.
+        self._block, self._mapped = _zeros(2 * sum(sizes))
         parts = iter(self._block.split([size for size in sizes for _ in range(2)]))
         for i, layer in enumerate(self.layout):
             shape, dim = (self.batch, layer.heads), layer.key_dim
             keys = next(parts).view(*shape, capacity // 16, dim // 2, 16, 2)
             values = next(parts).view(*shape, capacity // 2, dim, 2)
             if old is not None:  # both layouts are blocks of consecutive slots
-                keys[:, :, : self.capacity // 16], values[:, :, : self.capacity // 2] = old[i]
+                blocks, twos = -(-self._used // _BLOCK), -(-self._used // 2)
+                keys[:, :, :blocks] = old[i][0][:, :, :blocks]
+                values[:, :, :twos] = old[i][1][:, :, :twos]
             self.keys.append(keys)
             self.values.append(values)
         self.capacity = capacity
@@ -79,6 +102,18 @@ class NativeKVCache(KVCache):
         self._used = 0
         self.lengths = [0] * self.batch
         self.version += 1
+
+    def trim(self, seq: int) -> None:
+        if self._mapped is None:
+            return
+        begin = self._block.data_ptr()
+        for stored in (*self.keys, *self.values):
+            part = stored[seq]
+            first = part.data_ptr() - begin
+            last = first + part.numel() * part.element_size()
+            first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last - last % mmap.PAGESIZE
+            if last > first:
+                self._mapped.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def make_room(self, rows: Rows) -> None:
         """Grows (doubling) when ``rows`` write beyond the capacity; their positions, too, are in

@@ -161,7 +161,7 @@ async def _all(answers: Answers) -> None:
 
 def make_app(model: ServedModel, scheduler: Scheduler, settings: HttpSettings) -> FastAPI:
     """The application. `app.state.service` has what its routes use."""
-    app = FastAPI(title="multirate", docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None)  # its pages would load scripts from elsewhere
     service = app.state.service = Service(model, scheduler, settings)
     errors.install(app)
     if settings.api_key is not None:
@@ -176,22 +176,16 @@ def make_app(model: ServedModel, scheduler: Scheduler, settings: HttpSettings) -
     return app
 
 
-def _schema(kind: type[Body]) -> dict[str, Any]:
-    """What /openapi.json says of a route whose body is read here."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 def _add_generating(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await service.generate(request, ChatBody, ChatReply)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await service.generate(request, CompletionBody, CompletionReply)
 
-    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody))
+    @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
         return await service.generate(request, ResponsesBody, ResponseReply)
 
@@ -219,7 +213,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_tokenising(app: FastAPI, service: Service) -> None:
     model = service.model
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await service.body(request, TokenizeBody)
         if (body.prompt is None) == (not body.messages):
@@ -233,7 +227,7 @@ def _add_tokenising(app: FastAPI, service: Service) -> None:
         tokens = await service.aside(request, work)
         return {"count": len(tokens), "max_model_len": model.context, "tokens": tokens}
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await service.body(request, DetokenizeBody)
         model.check_ids(body.tokens, "tokens")

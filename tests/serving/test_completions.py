@@ -103,6 +103,7 @@ def test_a_stream_joins_to_the_whole_answer(more: dict[str, Any], sizes: tuple[i
     assert stream.headers["content-type"].startswith("text/event-stream")
     chunks = events(stream.text)
     assert chunks.pop()["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
     for wanted in whole["choices"]:
         own = [one for c in chunks for one in c["choices"] if one["index"] == wanted["index"]]
         assert "".join(one["text"] for one in own) == wanted["text"]

@@ -120,7 +120,8 @@ class CompletionReply(Reply):
         return self._texts[choice.index // self._each] if self._echo else ""
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.head("text_completion") | {"choices": choices}
+        usage = {"usage": None} if self._usage else {}
+        return self.head("text_completion") | {"choices": choices} | usage
 
 
 def _choice(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:

@@ -166,14 +166,20 @@ class Town(BaseModel):
 def test_structured_output_with_drafts(real: Running) -> None:
     """A tiny model writes nonsense, but nonsense of the right form."""
     client = connect(real)
+    written: list[list[str | None]] = []
     for extra in ({}, {"speculative": {"method": "none"}}):
+        loose = {"guided_regex": "[a-z, ]{40,60}[.]"} | extra
+        told = client.chat.completions.create(model="tiny", messages=HI, extra_body=loose)
+        written.append([told.choices[0].message.content])
         choice = {"structured_outputs": {"choice": ["yes", "no"]}}
         told = client.chat.completions.create(model="tiny", messages=HI, extra_body=choice | extra)
         assert told.choices[0].message.content in ("yes", "no")
         regex = {"guided_regex": r"[a-c]{3}-\d\d"}
         told = client.chat.completions.create(model="tiny", messages=HI, extra_body=regex | extra)
         text = told.choices[0].message.content
+        written[-1].append(text)
         assert text is not None and len(text) == 6 and text[3] == "-" and text[4:].isdigit()
+    assert written[0] == written[1]
     tools: Any = [TOOL]
     forced = client.chat.completions.create(
         model="tiny", messages=HI, tools=tools, tool_choice="required", max_tokens=60

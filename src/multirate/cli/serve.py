@@ -145,8 +145,8 @@ class Ray:
             for name in ("replica_cpus", "autoscaling"):
                 if getattr(self, name) is not None:
                     raise UserError(f"--{name.replace('_', '-')} needs --ray")
-        elif importlib.util.find_spec("ray") is None:
-            raise UserError("--ray needs ray: run pip install 'multirate[ray]'")
+        else:
+            options.check_ray()
 
     def settings(self) -> Replicas:
         """UserError for values that cannot be used."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,8 +13,10 @@ from multirate.cli import options
 from multirate.errors import UserError
 
 if TYPE_CHECKING:
+    from multirate.decoding.logits import SamplingSettings
+    from multirate.decoding.stopping import StopSettings
     from multirate.engine import Engine
-    from multirate.training.own_answers import Questions
+    from multirate.training.own_answers import Answering, Questions
 
 
 def command(
@@ -37,6 +41,15 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Answers generated at once.")] = 16,
     seed: Annotated[int, typer.Option(min=0, help="Random seed for --questions.")] = 0,
     experts: options.Experts = None,
+    ray: Annotated[
+        bool,
+        options.written(
+            "--ray",
+            help="Answer with several copies of the model, with Ray Data (on the cluster of "
+            "RAY_ADDRESS, else on this machine alone).",
+        ),
+    ] = False,
+    replicas: Annotated[int, typer.Option(min=1, help="Copies of the model, with --ray.")] = 2,
     *,
     loading: options.Loading,
 ) -> None:
@@ -47,6 +60,10 @@ def command(
     """
     if not data and not questions:
         raise UserError("there are no questions: give --data FILE, --questions COUNT, or both")
+    if ray:
+        options.check_ray()
+        if experts is not None:
+            raise UserError("--ray and --experts cannot be used together")
 
     from multirate.cli.progress import Bar
     from multirate.engine import attach
@@ -62,6 +79,8 @@ def command(
     if questions:
         texts = [one.users[0] for one in asked]
         asked += _sampled(engine, questions, out, seed, texts, batch)
+    sampling = engine.sampling(temperature=0.0)
+    answering = _on_ray(model, loading, stop, sampling, replicas) if ray else None
     with Bar("answering", len(asked)) as bar:
         count = answer_questions(
             engine.decoder,
@@ -73,10 +92,24 @@ def command(
             batch,
             bar.to,
             fingerprint(loaded.model),
-            engine.sampling(temperature=0.0),
+            sampling,
             stop.stop_strings,
+            answering,
         )
     typer.echo(f"{count} answers in {out}")
+
+
+def _on_ray(
+    model: str,
+    loading: options.Loading,
+    stop: StopSettings,
+    sampling: SamplingSettings,
+    replicas: int,
+) -> Answering:
+    from multirate.training.answers_on_ray import on_ray
+
+    cpus = max((os.cpu_count() or 1) // replicas, 1)
+    return on_ray(partial(loading.load, model), stop, sampling, replicas, cpus)
 
 
 def _sampled(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -133,6 +134,12 @@ class Machine(Loading):
 
         loaded = self.load(model)
         return loaded, attach(loaded, backend=self.backend)
+
+
+def check_ray() -> None:
+    """UserError if Ray is not installed."""
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--ray needs ray: run pip install 'multirate[ray]'")
 
 
 def set_threads(threads: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
+import json
 import os
 import socket
 from dataclasses import dataclass
@@ -17,11 +18,14 @@ from multirate.errors import UserError
 
 if TYPE_CHECKING:
     from multirate.engine import Engine
+    from multirate.serving.replicas import Replicas
     from multirate.serving.settings import HttpSettings, ServingSettings
 
 KEY = "MULTIRATE_API_KEY"
 _EXTRA = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
-load, http = (partial(typer.Option, rich_help_panel=panel) for panel in (help.LOAD, help.HTTP))
+load, http, ray_option = (
+    partial(typer.Option, rich_help_panel=panel) for panel in (help.LOAD, help.HTTP, help.RAY)
+)
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,57 @@ class Http:
         )
 
 
+@dataclass(frozen=True)
+class Ray:
+    """Several copies of the server."""
+
+    ray: Annotated[
+        bool,
+        ray_option(
+            "--ray",
+            help="Serve from several processes or machines, with Ray Serve (on the cluster of "
+            "RAY_ADDRESS, else on this machine alone).",
+        ),
+    ] = False
+    replicas: Annotated[int, ray_option(min=1, help="Copies of the server.")] = 2
+    replica_cpus: Annotated[
+        int | None,
+        ray_option(
+            min=1, help="Processors and threads of each (default: this machine's, shared out)."
+        ),
+    ] = None
+    autoscaling: Annotated[
+        str | None,
+        ray_option(
+            help="Ray's autoscaling settings instead of --replicas, as JSON, such as "
+            '\'{"min_replicas": 1, "max_replicas": 4}\'.'
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """UserError for values that cannot be used."""
+        if not self.ray:
+            for name in ("replica_cpus", "autoscaling"):
+                if getattr(self, name) is not None:
+                    raise UserError(f"--{name.replace('_', '-')} needs --ray")
+        else:
+            options.check_ray()
+
+    def settings(self) -> Replicas:
+        """UserError for values that cannot be used."""
+        from multirate.serving.replicas import Replicas
+
+        scaling = None
+        if self.autoscaling is not None:
+            try:
+                scaling = json.loads(self.autoscaling)
+            except ValueError:
+                scaling = self.autoscaling
+            if not isinstance(scaling, dict):
+                raise UserError(f"--autoscaling is {scaling!r}; accepted: a JSON object")
+        return Replicas(self.replicas, scaling, self.replica_cpus)
+
+
 def command(
     model: options.Model = None,
     *,
@@ -118,6 +173,7 @@ def command(
     ] = None,
     requests: Load,
     http: Http,
+    ray: Ray,
     tuned: options.Tuned = True,
     machine: options.Machine,
 ) -> None:
@@ -127,13 +183,23 @@ def command(
     finishes running requests and exits.
     """
     check_extra()
+    ray.check()
     serving = requests.settings(method)
     asked = http.settings(serving.parallel + serving.max_queue, requests.max_tokens)
+    from multirate.loading.names import DEFAULT
     from multirate.serving.connections import bound
 
+    _note_open(http.host, asked)
+    load = partial(_engine, model, accelerator, method, tuned, machine)
+    if ray.ray:
+        from multirate.serving.replicas import run
+
+        bound(http.host, http.port).close()  # in use? Ray would say so less plainly
+        place = http.host, http.port, http.log_format
+        run(load, model or DEFAULT, serving, asked, ray.settings(), *place)
+        return
     with bound(http.host, http.port) as listener:  # before the model is loaded, which takes longer
-        engine = _engine(model, accelerator, method, tuned, machine)
-        _serve(engine, model, serving, asked, http, listener)
+        _serve(load(), model, serving, asked, http, listener)
 
 
 def check_extra() -> None:
@@ -178,11 +244,14 @@ def _serve(
     logs.start(http.log_format)
     scheduler = start(engine, serving)
     server = Server(make_app(served, scheduler, asked), scheduler, asked)
-    if asked.api_key is None and not _local(http.host):
-        options.note(f"note: everyone who reaches {http.host} may use this server; see --api-key")
     port = listener.getsockname()[1]
     logs.log.info("serving", extra={"fields": {"model": served.name, "url": url(http.host, port)}})
     server.run([listener])
+
+
+def _note_open(host: str, asked: HttpSettings) -> None:
+    if asked.api_key is None and not _local(host):
+        options.note(f"note: everyone who reaches {host} may use this server; see --api-key")
 
 
 def url(host: str, port: int) -> str:

@@ -103,6 +103,11 @@ class BatchScheduler(Scheduler):
 
     # -- any thread --------------------------------------------------------------------------------
 
+    @property
+    def alive(self) -> bool:
+        """Whether requests are decoded. False after `drain`, or if the thread died."""
+        return self._thread.is_alive()
+
     def check_room(self, requests: int) -> None:
         with self._changed:
             self._check_room(requests, 0)

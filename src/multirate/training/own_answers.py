@@ -64,6 +64,10 @@ def read_questions(data_files: Sequence[str | Path], limit: int | None = None) -
     return spread(questions, limit)
 
 
+Answering = Callable[[Sequence[Questions], int], Iterator[tuple[Turns, list[Said]]]]
+"""answering(questions, batch): each conversation once it has ended, in their order."""
+
+
 def answer_questions(
     decoder: Decoder,
     tokenizer: Any,
@@ -76,6 +80,7 @@ def answer_questions(
     model: str = "",
     sampling: SamplingSettings | None = None,
     stop_strings: Sequence[str] = (),
+    answering: Answering | None = None,
 ) -> int:
     """Writes conversations to `out`: the model answers every user turn, given its own earlier
     answers. Returns the number of records in the file.
@@ -89,18 +94,14 @@ def answer_questions(
     model: identifies the model (its fingerprint).
     sampling: default: greedy.
     stop_strings: strings that end an answer as well.
+    answering: who answers, in the order of the questions; None: this decoder.
 
     Questions that leave no room in the context are skipped, and later turns without room end their
     conversation; a warning reports both. Raises UserError for an `out` that this function did not
     write, or that was made from other questions, by another model or with another max_new_tokens.
     """
-    answerer = _Answerer(
-        decoder,
-        tokenizer,
-        StopSettings(max_new_tokens, tuple(eos_token_ids), tuple(stop_strings), tokenizer.decode),
-        decoder.info.max_positions or 1 << 30,
-        sampling,
-    )
+    stop = StopSettings(max_new_tokens, tuple(eos_token_ids), tuple(stop_strings), tokenizer.decode)
+    answerer = Answerer.of(decoder, tokenizer, stop, sampling)
     questions = answerer.answerable(questions)
     made_by = {MARK: ANSWERS, "model": model, "max_new_tokens": max_new_tokens}
     records = _look_at(Path(out), questions, made_by)
@@ -108,7 +109,7 @@ def answer_questions(
     if progress is not None:
         progress(done, len(questions))
     with records.append() as write:
-        for turns, said in answerer.answers(questions[done:], batch):
+        for turns, said in (answering or answerer.answers)(questions[done:], batch):
             write(record(turns, said, made_by))
             done += 1
             if progress is not None:
@@ -131,7 +132,7 @@ def record(turns: Turns, said: Sequence[Said], made_by: dict[str, Any]) -> dict[
 
 
 @dataclass
-class _Answerer:
+class Answerer:
     """The model in conversation with several users at once."""
 
     decoder: Decoder
@@ -141,6 +142,16 @@ class _Answerer:
     sampling: SamplingSettings | None = None
     ended_early: int = field(default=0, init=False)
     """Conversations whose last questions were not asked."""
+
+    @classmethod
+    def of(
+        cls,
+        decoder: Decoder,
+        tokenizer: Any,
+        stop: StopSettings,
+        sampling: SamplingSettings | None,
+    ) -> Answerer:
+        return cls(decoder, tokenizer, stop, decoder.info.max_positions or 1 << 30, sampling)
 
     @property
     def too_long(self) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import itertools
 import json
 import statistics
 import threading
@@ -101,7 +102,7 @@ def write(environment: Environment, **_: Any) -> None:
     seconds = state["end"] - state["begin"] if done else 0.0
     tokens = sum(usage["completion_tokens"] for *_, usage in done)
     first = [pieces[0] - sent for _, sent, pieces, *_ in done if pieces]
-    gaps = [b - a for _, _, pieces, *_ in done for a, b in zip(pieces, pieces[1:], strict=False)]
+    gaps = [b - a for _, _, pieces, *_ in done for a, b in itertools.pairwise(pieces)]
     result = {
         "clients": given.num_users,
         "answers": len(done),

@@ -189,16 +189,17 @@ def command(
     from multirate.loading.names import DEFAULT
     from multirate.serving.connections import bound
 
-    _note_open(http.host, asked)
     load = partial(_engine, model, accelerator, method, tuned, machine)
     if ray.ray:
         from multirate.serving.replicas import run
 
         bound(http.host, http.port).close()  # in use? Ray would say so less plainly
+        _note_open(http.host, asked)
         place = http.host, http.port, http.log_format
         run(load, model or DEFAULT, serving, asked, ray.settings(), *place)
         return
     with bound(http.host, http.port) as listener:  # before the model is loaded, which takes longer
+        _note_open(http.host, asked)
         _serve(load(), model, serving, asked, http, listener)
 
 

@@ -198,6 +198,25 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
         assert all(one.wait().tokens == alone(request([6])) for one in many)
 
 
+def test_requests_wait_for_the_memory_of_their_longest_answers() -> None:
+    with serving(parallel=4) as server:
+        token = server._batch.token_bytes
+    long = request([5], 20)  # 21 tokens
+    for memory, together in ((1, 1), (42 * token, 2), (63 * token - 1, 2), (84 * token, 4)):
+        gates = threading.Event(), threading.Event()
+        first, second, others = Heard(gates[0]), Heard(gates[1]), [Heard() for _ in range(3)]
+        with serving(parallel=4, kv_memory=memory) as server:
+            server.submit(request([6], 1), first)
+            assert first.begun.wait(60)
+            for heard in (second, *others):
+                server.submit(long, heard)
+            gates[0].set()
+            assert second.begun.wait(60)  # the first one has left, and all that fit have joined
+            assert server.counters().running == together
+            gates[1].set()
+            assert all(one.wait().tokens == alone(long) for one in (second, *others))
+
+
 @pytest.mark.parametrize("when", ["waiting", "decoding"])
 def test_a_cancelled_request_says_nothing_more_and_frees_its_place(when: str) -> None:
     gate = threading.Event()

@@ -47,6 +47,12 @@ class Load:
         int | None,
         load(help="Maximum of new tokens per answer (default: what the context leaves)."),
     ] = None
+    kv_memory: Annotated[
+        str | None,
+        load(
+            help="Memory for requests being decoded, such as 8GB (default: half of what is free)."
+        ),
+    ] = None
     prefix_memory: Annotated[
         str, load(help="Memory for prompts that begin alike, such as 2GB; 0 keeps nothing.")
     ] = "512MiB"
@@ -61,6 +67,7 @@ class Load:
             max_queue=self.max_queue,
             max_queue_tokens=self.max_queue_tokens,
             context=self.context,
+            kv_memory=parse_bytes(self.kv_memory, "--kv-memory"),
             prefix_memory=parse_bytes(self.prefix_memory, "--prefix-memory") or 0,
             method=method,
         )

@@ -102,6 +102,11 @@ class Batch:
         """How many more sequences may join."""
         return self.places - len(self._taken)
 
+    @property
+    def token_bytes(self) -> int:
+        """Memory that a token of a sequence takes."""
+        return sum(one.token_bytes for one in (self.session.cache, *self.step.caches()))
+
     def join(self, joining: Joining) -> tuple[int, int]:
         """The prompt takes a free place. Returns its sequence, and how many of its tokens need not
         be read again. Raises UserError for a prompt that cannot be used.

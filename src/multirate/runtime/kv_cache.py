@@ -170,6 +170,11 @@ class KVCache:
         """
         return self.keys[layer], self.values[layer]
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values in all layers."""
+        return sum(k.heads * (k.key_dim + k.value_dim) * k.dtype.itemsize for k in self.layout)
+
     def nbytes(self) -> int:
         """Bytes of the allocated keys and values."""
         return sum(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import psutil
 from torch import Tensor
 
 from multirate.decoding.batch import Batch, Joining
@@ -93,6 +94,7 @@ class BatchScheduler(Scheduler):
         self._running: dict[int, Job] = {}
         self._before = Counters()  # of batches that were given up
         self._pace = ReadingPace()
+        self._memory = settings.kv_memory or psutil.virtual_memory().available // 2
         self._ready = threading.Event()
         self._refused: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
@@ -250,7 +252,10 @@ class BatchScheduler(Scheduler):
         """Waiting requests take free places, the first ones first."""
         while self._batch.free:
             with self._changed:
-                if not self._waiting or self._is_being_read(self._waiting[0].request.prompt):
+                if not self._waiting:
+                    return
+                request = self._waiting[0].request
+                if self._is_being_read(request.prompt) or not self._fits(request):
                     return
                 job = self._waiting.popleft()
                 self._count_waiting()
@@ -261,6 +266,13 @@ class BatchScheduler(Scheduler):
             except Exception as error:
                 job.tell(Failed(error))
                 raise
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for its K/V and the others', however long the answers become."""
+        if not self._running:
+            return True
+        tokens = sum(map(_most_tokens, [request, *(job.request for job in self._running.values())]))
+        return tokens * self._batch.token_bytes <= self._memory
 
     def _is_being_read(self, prompt: Sequence[int]) -> bool:
         """Whether another prompt is being read that begins with the same tokens, which this one can
@@ -417,6 +429,15 @@ class BatchScheduler(Scheduler):
                 for place in range(max(map(len, both)))
             ]
             counters.kept_bytes = 0 if batch.kept is None else batch.kept.nbytes
+
+
+def _most_tokens(request: Request) -> int:
+    """Of prompt and answer."""
+    stop, prompt = request.stop, len(request.prompt)
+    most = [prompt + stop.max_new_tokens] if stop.max_new_tokens is not None else []
+    if stop.context_limit is not None:
+        most.append(stop.context_limit)
+    return min(most, default=prompt)
 
 
 def _in_common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -21,6 +21,10 @@ class ServingSettings:
     """How many prompt tokens may wait in total. None: no limit but max_queue."""
     context: int | None = None
     """Maximum of a request's prompt and new tokens together. None: the model's own."""
+    kv_memory: int | None = None
+    """Bytes for the K/V of requests that are decoded, by their longest possible answers. None: half
+    of the memory that is free when the server starts. One request is always decoded.
+    """
     prefix_memory: int = 512 << 20
     """Bytes of K/V kept for prompts that begin alike. 0 keeps nothing."""
     method: str | None = None
@@ -29,7 +33,7 @@ class ServingSettings:
     def __post_init__(self) -> None:
         for name, least in (("parallel", 1), ("max_queue", 0), ("prefix_memory", 0)):
             _check_least(name, getattr(self, name), least)
-        for name in ("max_queue_tokens", "context"):
+        for name in ("max_queue_tokens", "context", "kv_memory"):
             if getattr(self, name) is not None:
                 _check_least(name, getattr(self, name), 1)
 

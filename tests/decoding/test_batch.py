@@ -23,6 +23,7 @@ from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
 from multirate.engine import Engine
 from multirate.errors import UserError
+from multirate.loading.hub import load_model
 
 GREEDY = SamplingSettings()
 SETTINGS = [
@@ -126,6 +127,26 @@ def test_a_text_depends_on_nothing_but_its_request(method: str, kept: int) -> No
     stats = batch.session.stats
     assert stats.accepted > 0 or method == "autoregressive"
     assert not batch.reading and not batch.session.active and batch.free == 5
+
+
+@pytest.mark.parametrize("method", METHODS[:3])
+def test_so_it_is_where_torch_runs_the_model_and_the_drafts(method: str) -> None:
+    made = multirate.attach(load_model("tiny", "float32"), backend="hf")
+    made.add("m2r2-carry")
+    step: Step = PlainStep()
+    if method != "autoregressive":
+        with made.stepping(method, "always") as (_, step):
+            pass
+    rng = random.Random(method)
+    batch = Batch(made.decoder, step, 4, keep_bytes=1 << 20)
+    requests = [(rng.randrange(len(prompts())), rng.randrange(4), 8) for _ in range(16)]
+    for number, text in run(batch, requests, rng).items():
+        prompt, settings, length = requests[number]
+        stop = StopSettings(length)
+        own = generate(made.decoder, PlainStep(), [prompts()[prompt]], SETTINGS[settings], stop)
+        assert text == tuple(own.sequences[0])
+    assert batch.kept is not None and batch.kept.nbytes > 0
+    assert batch.session.stats.accepted > 0 or method == "autoregressive"
 
 
 def test_kept_beginnings_are_not_read_again() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import psutil
 from torch import Tensor
@@ -21,13 +20,12 @@ from multirate.engine import Engine
 from multirate.errors import UserError
 from multirate.runtime.decoder import Decoder
 from multirate.serving.logprobs import of_prompt, of_token
+from multirate.serving.queue import Queue, Submission
 from multirate.serving.reading_pace import ReadingPace
 from multirate.serving.requests import (
-    Busy,
     Counters,
     Deliver,
     Emitted,
-    Event,
     Failed,
     Finished,
     PromptRead,
@@ -35,7 +33,6 @@ from multirate.serving.requests import (
     Scheduler,
     Stopping,
     Ticket,
-    TokenLogprob,
     Usage,
 )
 from multirate.serving.settings import ServingSettings
@@ -51,47 +48,14 @@ def start(engine: Engine, settings: ServingSettings) -> BatchScheduler:
     return BatchScheduler(engine, settings)
 
 
-@dataclass(eq=False)
-class Job(Ticket):
-    """A request on its way. seq: its place in the batch, while it has one."""
-
-    request: Request
-    deliver: Deliver
-    wake: Callable[[], None]
-    submitted: float = field(default_factory=time.perf_counter)
-    joined: float = 0.0
-    first: float = 0.0
-    cached: int = 0
-    cancelled: bool = False
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        self.wake()
-
-    def tell(self, event: Event) -> None:
-        if self.cancelled:
-            return
-        try:
-            self.deliver(event)
-        except Exception:
-            log.exception("an event could not be delivered; its request is cancelled")
-            self.cancelled = True
-
-
 class BatchScheduler(Scheduler):
     """Decodes requests in a Batch. See `start`."""
 
     def __init__(self, engine: Engine, settings: ServingSettings) -> None:
         self._engine, self._settings = engine, settings
-        self._changed = threading.Condition()
-        # under the condition
-        self._waiting: deque[Job] = deque()
-        self._counters = Counters()
-        self._stopping = self._abandons = False
+        self._queue = Queue(settings)
         # of the decoding thread
-        self._running: dict[int, Job] = {}
+        self._running: dict[int, Submission] = {}  # by sequence
         self._before = Counters()  # of batches that were given up
         self._pace = ReadingPace()
         self._memory = settings.kv_memory or psutil.virtual_memory().available // 2
@@ -111,36 +75,12 @@ class BatchScheduler(Scheduler):
         return self._thread.is_alive()
 
     def check_room(self, requests: int) -> None:
-        with self._changed:
-            self._check_room(requests, 0)
-
-    def _check_room(self, requests: int, tokens: int) -> None:
-        if self._stopping:
-            raise Stopping("the server is shutting down")
-        counters, settings = self._counters, self._settings
-        free = max(settings.parallel - counters.running, 0)
-        if counters.waiting + requests > free + settings.max_queue:
-            what = f"{counters.waiting} requests are waiting; the maximum is {settings.max_queue}"
-            raise Busy(what, self._soon())
-        most = settings.max_queue_tokens
-        if most is not None and counters.waiting and counters.waiting_tokens + tokens > most:
-            what = f"{counters.waiting_tokens} prompt tokens are waiting; the maximum is {most}"
-            raise Busy(what, self._soon())
-
-    def _soon(self) -> float:
-        """Seconds until a place is likely to be free: a request's time, over the places."""
-        done = max(self._counters.finished, 1)
-        return min(max(self._counters.request_seconds / done / self._settings.parallel, 1.0), 60.0)
+        self._queue.check_room(requests)
 
     def submit(self, request: Request, deliver: Deliver) -> Ticket:
-        request = self._checked(request)
-        job = Job(request, deliver, self._wake)
-        with self._changed:
-            self._check_room(1, len(request.prompt))
-            self._waiting.append(job)
-            self._count_waiting()
-            self._changed.notify()
-        return job
+        submission = Submission(self._checked(request), deliver, self._queue.wake)
+        self._queue.put(submission)
+        return submission
 
     def _checked(self, request: Request) -> Request:
         """With the server's limit on the context. Raises UserError for a prompt out of it."""
@@ -161,26 +101,14 @@ class BatchScheduler(Scheduler):
         return replace(request, stop=replace(request.stop, context_limit=context))
 
     def counters(self) -> Counters:
-        with self._changed:
-            return replace(self._counters, accepted_at=list(self._counters.accepted_at))
+        return self._queue.counters()
 
     def drain(self, seconds: float) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify()
+        self._queue.close()
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self._abandons = True
-            self._wake()
+            self._queue.close(abandon=True)
             self._thread.join()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify()
-
-    def _count_waiting(self) -> None:
-        self._counters.waiting = len(self._waiting)
-        self._counters.waiting_tokens = sum(len(job.request.prompt) for job in self._waiting)
 
     # -- the decoding thread -----------------------------------------------------------------------
 
@@ -196,10 +124,9 @@ class BatchScheduler(Scheduler):
             self._refused = error
         finally:
             self._ready.set()
-            with self._changed:
-                self._stopping = True
-            for job in [*self._running.values(), *self._waiting]:
-                job.tell(Failed(Stopping("the server is shutting down")))
+            self._queue.close(abandon=True)
+            for one in [*self._running.values(), *self._queue.clear()]:
+                one.tell(Failed(Stopping("the server is shutting down")))
 
     def _new_batch(self, decoder: Decoder, step: Step) -> Batch:
         batch = Batch(
@@ -215,7 +142,7 @@ class BatchScheduler(Scheduler):
         return batch
 
     def _serve(self, decoder: Decoder, step: Step) -> None:
-        while self._wait():
+        while self._queue.wait(idle=step.interrupted):
             try:
                 self._drop_cancelled()
                 self._admit()
@@ -228,50 +155,32 @@ class BatchScheduler(Scheduler):
             self._count()
         self._batch.close()
 
-    def _wait(self) -> bool:
-        """Until there is work; False: there will be none."""
-        idle = False
-        with self._changed:
-            while not (self._running or self._waiting or self._stopping):
-                idle = True
-                self._changed.wait()
-            if idle:
-                self._batch.step.interrupted()
-            return not self._abandons and bool(self._running or self._waiting)
-
     def _drop_cancelled(self) -> None:
-        with self._changed:
-            if any(job.cancelled for job in self._waiting):
-                self._waiting = deque(job for job in self._waiting if not job.cancelled)
-                self._count_waiting()
-        for seq, job in list(self._running.items()):
-            if job.cancelled:
+        self._queue.drop_cancelled()
+        for seq, one in list(self._running.items()):
+            if one.cancelled:
                 self._leave(seq)
 
     def _admit(self) -> None:
         """Waiting requests take free places, the first ones first."""
-        while self._batch.free:
-            with self._changed:
-                if not self._waiting:
-                    return
-                request = self._waiting[0].request
-                if self._is_being_read(request.prompt) or not self._fits(request):
-                    return
-                job = self._waiting.popleft()
-                self._count_waiting()
+        while self._batch.free and (one := self._queue.take(self._may_join)) is not None:
             try:
-                self._join(job)
+                self._join(one)
             except UserError as error:
-                job.tell(Failed(error))
+                one.tell(Failed(error))
             except Exception as error:
-                job.tell(Failed(error))
+                one.tell(Failed(error))
                 raise
+
+    def _may_join(self, request: Request) -> bool:
+        return self._fits(request) and not self._is_being_read(request.prompt)
 
     def _fits(self, request: Request) -> bool:
         """Whether there is memory for its K/V and the others', however long the answers become."""
         if not self._running:
             return True
-        tokens = sum(map(_most_tokens, [request, *(job.request for job in self._running.values())]))
+        others = (one.request for one in self._running.values())
+        tokens = sum(map(_most_tokens, [request, *others]))
         return tokens * self._batch.token_bytes <= self._memory
 
     def _is_being_read(self, prompt: Sequence[int]) -> bool:
@@ -286,40 +195,40 @@ class BatchScheduler(Scheduler):
             _in_common(one.joining.prompt, prompt) > known for one in self._batch.reading.values()
         )
 
-    def _join(self, job: Job) -> None:
-        request = job.request
+    def _join(self, one: Submission) -> None:
+        request = one.request
         most = 0 if not request.speculate else request.most_drafted
-        seq, job.cached = self._batch.join(
+        seq, one.cached = self._batch.join(
             Joining(
                 request.prompt,
                 request.number,
                 request.sampling,
                 request.stop,
-                self._observer(job),
-                self._prompt_observer(job),
+                self._observer(one),
+                self._prompt_observer(one),
                 most,
                 request.prediction,
             )
         )
-        job.joined = time.perf_counter()
-        self._running[seq] = job
+        one.joined = time.perf_counter()
+        self._running[seq] = one
         self._count_running()
 
-    def _observer(self, job: Job) -> Callable[[Tensor, int], None] | None:
-        top = job.request.logprobs
+    def _observer(self, one: Submission) -> Callable[[Tensor, int], None] | None:
+        top = one.request.logprobs
         if top is None:
             return None
-        return lambda logits, token: job.logprobs.append(of_token(logits, token, top))
+        return lambda logits, token: one.logprobs.append(of_token(logits, token, top))
 
-    def _prompt_observer(self, job: Job) -> Callable[[int, Tensor], None] | None:
-        if not job.request.prompt_logprobs:
+    def _prompt_observer(self, one: Submission) -> Callable[[int, Tensor], None] | None:
+        if not one.request.prompt_logprobs:
             return None
-        prompt, top = job.request.prompt, job.request.logprobs or 0
+        prompt, top = one.request.prompt, one.request.logprobs or 0
         decoder = self._batch.decoder
 
         def read(first: int, hidden: Tensor) -> None:
             following = prompt[first + 1 : first + 1 + len(hidden)]
-            job.prompt_logprobs += of_prompt(decoder, hidden, following, top)
+            one.prompt_logprobs += of_prompt(decoder, hidden, following, top)
 
         return read
 
@@ -341,57 +250,57 @@ class BatchScheduler(Scheduler):
             if seq not in reading and not self._running[seq].first:
                 self._told_read(self._running[seq])
 
-    def _told_read(self, job: Job) -> None:
+    def _told_read(self, one: Submission) -> None:
         """Tells that a prompt has been read, once, before its first token."""
-        job.first = time.perf_counter()
-        job.tell(PromptRead(job.cached, tuple(job.prompt_logprobs[: len(job.request.prompt)])))
-        with self._changed:
-            self._counters.prompt_tokens += len(job.request.prompt)
-            self._counters.cached_tokens += job.cached
+        one.first = time.perf_counter()
+        one.tell(PromptRead(one.cached, tuple(one.prompt_logprobs[: len(one.request.prompt)])))
+        with self._queue.counting() as counters:
+            counters.prompt_tokens += len(one.request.prompt)
+            counters.cached_tokens += one.cached
 
     def _emitted(self, seq: int, tokens: list[int], origins: Sequence[Origin]) -> None:
-        job = self._running[seq]
-        if not job.first:
-            self._told_read(job)
-        logprobs, job.logprobs = job.logprobs[: len(tokens)], []
-        job.tell(Emitted(tuple(tokens), tuple(origins), tuple(logprobs)))
+        one = self._running[seq]
+        if not one.first:
+            self._told_read(one)
+        logprobs, one.logprobs = one.logprobs[: len(tokens)], []
+        one.tell(Emitted(tuple(tokens), tuple(origins), tuple(logprobs)))
 
     def _finish(self) -> None:
         """Requests that have ended leave; so do those whose processors raised an error."""
         for seq in self._batch.ended:
-            job = self._running[seq]
+            one = self._running[seq]
             error = self._batch.session.sampler.failed.get(seq)
             if error is None:
-                self._end(seq, job)
+                self._end(seq, one)
             else:
-                job.tell(Failed(error))
+                one.tell(Failed(error))
             self._leave(seq)
         for seq, error in list(self._batch.session.sampler.failed.items()):
             if seq in self._running:
                 self._running[seq].tell(Failed(error))
                 self._leave(seq)
 
-    def _end(self, seq: int, job: Job) -> None:
-        if not job.first:  # it has no token
-            self._told_read(job)
+    def _end(self, seq: int, one: Submission) -> None:
+        if not one.first:  # it has no token
+            self._told_read(one)
         now, session = time.perf_counter(), self._batch.session
         reason, stats = session.stops.reasons[seq], session.each[seq]
         assert reason is not None
         usage = Usage(
-            prompt_tokens=len(job.request.prompt),
-            cached_tokens=job.cached,
+            prompt_tokens=len(one.request.prompt),
+            cached_tokens=one.cached,
             new_tokens=stats.tokens,
             steps=stats.sequence_steps,
             drafted=stats.drafted,
             accepted=stats.accepted,
-            queue_seconds=job.joined - job.submitted,
-            prefill_seconds=job.first - job.joined,
-            decode_seconds=now - job.first,
+            queue_seconds=one.joined - one.submitted,
+            prefill_seconds=one.first - one.joined,
+            decode_seconds=now - one.first,
         )
-        job.tell(Finished(reason, usage))
-        with self._changed:
-            self._counters.finished += 1
-            self._counters.request_seconds += now - job.joined
+        one.tell(Finished(reason, usage))
+        with self._queue.counting() as counters:
+            counters.finished += 1
+            counters.request_seconds += now - one.joined
 
     def _leave(self, seq: int) -> None:
         self._batch.session.sampler.failed.pop(seq, None)
@@ -404,21 +313,20 @@ class BatchScheduler(Scheduler):
         log.exception("a step failed; its %d requests end", len(self._running))
         self._count()
         self._before = self.counters()
-        for job in self._running.values():
-            job.tell(Failed(error))
+        for one in self._running.values():
+            one.tell(Failed(error))
         self._running = {}
         self._count_running()
         self._batch = self._new_batch(decoder, step)
 
     def _count_running(self) -> None:
-        with self._changed:
-            self._counters.running = len(self._running)
+        with self._queue.counting() as counters:
+            counters.running = len(self._running)
 
     def _count(self) -> None:
         stats, before, batch = self._batch.session.stats, self._before, self._batch
         both = before.accepted_at, stats.accepted_at
-        with self._changed:
-            counters = self._counters
+        with self._queue.counting() as counters:
             counters.new_tokens = before.new_tokens + stats.tokens
             counters.steps = before.steps + stats.sequence_steps
             counters.drafts = before.drafts + (stats.tried_at[0] if stats.tried_at else 0)

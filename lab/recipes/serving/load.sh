@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# The same questions from 1, 2, 4, 8 and 16 clients at a time: multirate with and without drafts and,
+# where LLAMA_SERVER names llama.cpp's llama-server, that one beside it. Ten minutes of an idle
+# machine with two cores.
+#
+#   LLAMA_SERVER=/path/to/llama-server bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving
+#
+# Run it in the root of the repository, with 'multirate[serve]' and locust installed. EVAL: a folder
+# with mt_bench/question.jsonl. Writes OUT/serving_load.json. At every level the servers take turns;
+# the one that is not asked is idle.
+set -euo pipefail
+MODEL=$1 EVAL=$2 OUT=$3
+LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-32} TOKENS=${TOKENS:-128}
+mkdir -p "$OUT"
+trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
+multirate serve "$MODEL" --port 8301 2> "$OUT/multirate.log" &
+multirate serve "$MODEL" --port 8302 --method autoregressive 2> "$OUT/plain.log" &
+SERVERS="multirate=8301 plain=8302"
+if [ -n "${LLAMA_SERVER:-}" ]; then
+    "$LLAMA_SERVER" -m "$MODEL" --port 8303 -np 16 -c 32768 > "$OUT/llama.log" 2>&1 &
+    SERVERS="$SERVERS llama.cpp=8303"
+fi
+for server in $SERVERS; do
+    until curl -sf "http://127.0.0.1:${server#*=}/health" > /dev/null; do sleep 1; done
+done
+for clients in $LEVELS; do
+    for server in $SERVERS; do
+        locust -f lab/recipes/serving/load.py --headless --only-summary --users "$clients" \
+            --spawn-rate 100 --host "http://127.0.0.1:${server#*=}" --requests "$REQUESTS" \
+            --questions "$EVAL/mt_bench/question.jsonl" --max-tokens "$TOKENS" \
+            --out "$OUT/${server%=*}-$clients.json" > "$OUT/locust.log" 2>&1
+    done
+done
+python - "$OUT" <<'EOF'
+import json
+import sys
+from pathlib import Path
+
+out = Path(sys.argv[1])
+rows = [
+    {"server": path.stem.rsplit("-", 1)[0], **json.loads(path.read_text())}
+    for path in out.glob("*-*.json")
+]
+rows.sort(key=lambda row: (row["clients"], row["server"]))
+texts = {}
+for row in rows:
+    known = texts.setdefault(row["server"], row["texts"])
+    row["other_texts"] = sum(a != b for a, b in zip(row.pop("texts"), known, strict=True))
+    print(row["clients"], row["server"], row["tokens_per_second"], "tokens/s")
+(out / "serving_load.json").write_text(json.dumps(rows, indent=1) + "\n")
+EOF

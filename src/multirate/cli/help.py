@@ -13,6 +13,7 @@ from typer.core import TyperCommand
 TEXT, MACHINE, ADVANCED = "Input and output", "Hardware", "Advanced"
 MEASURED, OPTIMIZER, FILES = "What is measured", "Optimizer and loss", "Data and checkpoints"
 SAMPLING, DYNAMIC, EXPERTS = "Sampling", "Dynamic mode (lossy)", "Experts loaded from disk"
+LOAD, HTTP = "Load", "HTTP"
 
 PANELS = {
     **dict.fromkeys(("lr", "warmup_steps", "gradient_accumulation", "seed"), OPTIMIZER),

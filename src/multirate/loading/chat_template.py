@@ -9,7 +9,7 @@ from multirate.errors import UserError, first_line
 
 
 def apply_template(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str, **options: Any
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str, **options: Any
 ) -> Any:
     """The result of the tokenizer's `apply_chat_template` for the messages.
 
@@ -29,17 +29,18 @@ def apply_template(
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Mapping[str, str]], where: str = "the prompt"
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], where: str = "the prompt", **more: Any
 ) -> list[int]:
     """Token ids of a conversation that ends with the user's message, by the tokenizer's chat
     template.
 
-    Without a template the messages become plain text, separated by blank lines, with the
-    tokenizer's own special tokens. Raises UserError, starting with `where`, as `apply_template`
-    does, and for a template that produces no text.
+    more: further options of the tokenizer's `apply_chat_template`, such as tools. Without a
+    template they are left out, and the messages become plain text, separated by blank lines, with
+    the tokenizer's own special tokens. Raises UserError, starting with `where`, as
+    `apply_template` does, and for a template that produces no text.
     """
     if getattr(tokenizer, "chat_template", None):
-        options = {"add_generation_prompt": True, "return_dict": True}
+        options = {"add_generation_prompt": True, "return_dict": True} | more
         ids = apply_template(tokenizer, messages, where, **options)["input_ids"]
         if not len(ids):
             raise UserError(f"{where}: the model's chat template produces no text")

@@ -175,5 +175,5 @@ class Scheduler(ABC):
     @abstractmethod
     def drain(self, seconds: float) -> None:
         """Takes no more requests, waits up to so long for those it has, and stops. (This one
-        waits.)
+        waits.) A request that has not ended by then gets Failed with Stopping.
         """

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import httpx
@@ -57,10 +58,13 @@ class Client:
     settings: HttpSettings
     model: ServedModel
 
+    @cached_property
+    def app(self) -> Any:
+        return make_app(self.model, self.scheduler, self.settings)
+
     def __call__(self, method: str, path: str, **more: Any) -> httpx.Response:
         async def ask() -> httpx.Response:
-            app = make_app(self.model, self.scheduler, self.settings)
-            transport = httpx.ASGITransport(app)
+            transport = httpx.ASGITransport(self.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
                 return await client.request(method, path, **more)
 

@@ -1,6 +1,4 @@
-"""Schedulers for tests of the HTTP side: one that delivers what it is told to, and one that runs an
-engine, one request at a time.
-"""
+"""A scheduler for tests of the HTTP side, which delivers what it is told to."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from multirate.decoding.stopping import StopTracker
 from multirate.serving.requests import (
@@ -161,42 +158,3 @@ class Scripted(Scheduler):
             decode_seconds=0.5,
         )
         deliver(Finished(tracker.reasons[0] or "eos", usage))
-
-
-class OverEngine(Scheduler):
-    """Runs `Engine.generate`, which does one request at a time."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-
-    def check_room(self, requests: int) -> None:
-        pass
-
-    def submit(self, request: Request, deliver: Deliver) -> Ticket:
-        ticket = _Ticket()
-        threading.Thread(target=self._run, args=(request, deliver), daemon=True).start()
-        return ticket
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def drain(self, seconds: float) -> None:
-        pass
-
-    def _run(self, request: Request, deliver: Deliver) -> None:
-        def emit(_: int, tokens: list[int]) -> None:
-            deliver(Emitted(tuple(tokens), ("model",) * len(tokens)))
-
-        try:
-            deliver(PromptRead(0))
-            how = "always" if request.speculate else "never"
-            prompt = [list(request.prompt)]
-            done = self._engine.generate(
-                prompt, request.sampling, request.stop, on_tokens=emit, speculate=how
-            )
-        except Exception as error:
-            deliver(Failed(error))
-            return
-        new = len(done.sequences[0])
-        used = Usage(prompt_tokens=len(prompt[0]), new_tokens=new, accepted=done.stats.accepted)
-        deliver(Finished(done.finish_reasons[0], used))

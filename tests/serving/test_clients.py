@@ -13,9 +13,9 @@ from pydantic import BaseModel
 
 import multirate
 from multirate.serving.model import ServedModel
+from multirate.serving.scheduler import start
 from multirate.serving.settings import ServingSettings
 from serving.conftest import Running, running, saying
-from serving.schedulers import OverEngine
 from serving.test_chat import CALL, TOOL
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]
@@ -37,9 +37,11 @@ def engine() -> Any:
 
 
 @pytest.fixture(scope="module")
-def real(engine: Any) -> Iterator[Running]:
-    model = ServedModel.of(engine, "tiny", ServingSettings())
-    with running(OverEngine(engine), model) as server:
+def real() -> Iterator[Running]:
+    """With an engine of its own, as the decoding thread keeps it to itself."""
+    engine, settings = multirate.attach("tiny"), ServingSettings(parallel=4)
+    scheduler = start(engine, settings)
+    with running(scheduler, ServedModel.of(engine, "tiny", settings)) as server:
         yield server
 
 

@@ -9,9 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from multirate.errors import UserError
 from multirate.serving import logs
+from multirate.serving.bodies import ChatBody, CompletionBody, ResponsesBody
 from multirate.serving.requests import Stopping
 from serving.conftest import CONTEXT, client, saying, served
 from serving.schedulers import Script, Scripted
@@ -239,6 +242,15 @@ def test_a_body_that_is_too_large_is_not_read() -> None:
     refused(ask.complete("x" * 6000), 413, None, "5000")
 
 
+def test_large_bodies_that_arrive_at_a_time_are_bounded() -> None:
+    ask = client(saying("x"), max_bodies=1000)
+    for _ in range(3):  # what has been answered does not count
+        assert ask.complete("x" * 900).status_code == 200
+    found = ask.complete("x" * 1100)
+    refused(found, 429, None, "large requests")
+    assert found.headers["retry-after"] == "1"
+
+
 def test_too_many_headers() -> None:
     headers = {f"x-{count}": "1" for count in range(101)}
     refused(client(saying("x"))("GET", "/health", headers=headers), 431, None, "100")
@@ -257,7 +269,7 @@ def test_a_full_queue_is_told_before_anything_is_tokenised(monkeypatch: pytest.M
 
 def test_a_queue_that_fills_up_meanwhile_leaves_nothing_behind() -> None:
     scheduler = saying("x", stuck="queue")
-    allowed = iter([0, 0, 1000, 1000])
+    allowed = iter([0, 0, 0, 1000])  # before the body, after it, and of each answer
     check = scheduler.check_room
 
     def less_room(requests: int) -> None:
@@ -410,6 +422,38 @@ def test_tokenize_and_back() -> None:
     assert ask("POST", "/tokenize", json=CHAT).json()["count"] == 5
     refused(ask("POST", "/tokenize", json={}), 400, "prompt")
     refused(ask("POST", "/detokenize", json={"tokens": [999]}), 400, "tokens")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 3) | st.floats() | st.text("ab<1", max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "name", "a"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+ASK = client(saying("x"))
+KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "chat/completions": (ChatBody, CHAT),
+    "completions": (CompletionBody, TEXT),
+    "responses": (ResponsesBody, {"input": "hi"}),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), st.data())
+def test_no_body_makes_the_server_fail(path: str, data: st.DataObject) -> None:
+    kind, right = KINDS[path]
+    names = st.sampled_from(sorted(kind.model_fields))
+    wrong = data.draw(st.dictionaries(names, JSON, min_size=1, max_size=2))
+    body = json.dumps(right | {"max_tokens": 3} | wrong)
+    headers = {"content-type": "application/json"}
+    found = ASK("POST", f"/v1/{path}", content=body, headers=headers)
+    assert found.status_code in (200, 400, 404, 413), found.text
+    if found.status_code != 200:
+        assert set(found.json()["error"]) == {"message", "type", "param", "code"}
 
 
 def test_parsing_a_long_wrong_prompt_is_quick() -> None:

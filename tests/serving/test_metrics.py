@@ -24,7 +24,7 @@ def parsed(text: str) -> dict[str, float]:
 
 def test_the_schedulers_counters() -> None:
     scheduler = saying("x")
-    counted = Counters(2, 3, 4, 50, 6, 70, 8, 9, 10, 5, [3, 2], 11)
+    counted = Counters(2, 3, 4, 50, 6, 70, 8, 9, 10, 5, [3, 2], kept_bytes=11)
     scheduler.counters = lambda: counted  # type: ignore[method-assign]
     found = parsed(client(scheduler)("GET", "/metrics").text)
     assert {

@@ -21,21 +21,9 @@ from multirate.cli.main import app
 from multirate.serving.connections import bound
 from multirate.serving.model import short_name
 
-STARTED = """\
-import sys, types
-sys.path.insert(0, {tests!r})
-from serving.schedulers import OverEngine
-stand_in = types.ModuleType("multirate.serving.scheduler")
-stand_in.start = lambda engine, settings: OverEngine(engine)
-sys.modules[stand_in.__name__] = stand_in
-from multirate.cli.main import run
-run()
-"""
-
 
 def started(*options: str, **environment: str) -> subprocess.Popen[str]:
-    code = STARTED.format(tests=str(Path(__file__).parent.parent))
-    command = [sys.executable, "-c", code, "serve", "tiny", "--port", "0", *options]
+    command = [sys.executable, "-m", "multirate", "serve", "tiny", "--port", "0", *options]
     return subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env=os.environ | environment
     )

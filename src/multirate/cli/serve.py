@@ -91,8 +91,8 @@ class Http:
         bool, http("--log-prompts", help="Write prompts and answers to the log.")
     ] = False
 
-    def settings(self, max_tokens: int | None) -> HttpSettings:
-        """UserError for values that cannot be used."""
+    def settings(self, most_requests: int, max_tokens: int | None) -> HttpSettings:
+        """most_requests: how many fit at a time. UserError for values that cannot be used."""
         from multirate.serving.logs import FORMATS
         from multirate.serving.settings import HttpSettings
 
@@ -102,6 +102,7 @@ class Http:
             api_key=self.api_key if self.api_key is not None else os.environ.get(KEY) or None,
             cors_origins=tuple(self.cors_origin or ()),
             max_tokens=max_tokens,
+            max_answers=min(HttpSettings.max_answers, most_requests),
             drain_seconds=self.drain_seconds,
             log_prompts=self.log_prompts,
         )
@@ -126,7 +127,8 @@ def command(
     finishes running requests and exits.
     """
     check_extra()
-    serving, asked = requests.settings(method), http.settings(requests.max_tokens)
+    serving = requests.settings(method)
+    asked = http.settings(serving.parallel + serving.max_queue, requests.max_tokens)
     from multirate.serving.connections import bound
 
     with bound(http.host, http.port) as listener:  # before the model is loaded, which takes longer

@@ -33,7 +33,7 @@ from multirate.serving.logs import Record, log
 from multirate.serving.metrics import Metrics
 from multirate.serving.middleware import KeyChecked, Logged, cors
 from multirate.serving.model import ServedModel
-from multirate.serving.reading_bodies import parsed, read_body
+from multirate.serving.reading_bodies import Buffered, parsed, read_body
 from multirate.serving.requests import Scheduler
 from multirate.serving.responses import ResponseJob
 from multirate.serving.settings import HttpSettings
@@ -53,14 +53,15 @@ class Service:
         self.scheduler = scheduler
         self.settings = settings
         self.metrics = Metrics(scheduler, model.name)
+        self._buffered = Buffered(settings.max_bodies)
         self._tokenising = anyio.CapacityLimiter(TOKENISING)
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """A request's body, checked. Raises ApiError for a wrong one."""
-        data = await read_body(request, self.settings)
         record: Record = request.scope["state"]["record"]
-        record.started = time.perf_counter()
-        body = await self.aside(request, partial(parsed, kind, data))
+        async with read_body(request, self.settings, self._buffered) as data:
+            record.started = time.perf_counter()
+            body = await self.aside(request, partial(parsed, kind, data))
         self.model.check_name(body.model)
         record.model = self.model.name
         return body
@@ -73,10 +74,12 @@ class Service:
     async def generate(
         self,
         request: Request,
-        body: ChatBody | CompletionBody | ResponsesBody,
-        kind: Callable[[Any, ServedModel, HttpSettings], Job],
+        kind: type[ChatBody] | type[CompletionBody] | type[ResponsesBody],
+        translate: Callable[[Any, ServedModel, HttpSettings], Job],
     ) -> Response:
-        """The answer to a body, whole or as a stream."""
+        """The answer to a request, whole or as a stream."""
+        self.scheduler.check_room(1)  # before its body is read, too
+        body = await self.body(request, kind)
         record: Record = request.scope["state"]["record"]
         record.answers = body.answers
         if body.answers > self.settings.max_answers:
@@ -86,7 +89,7 @@ class Service:
                 "n",
             )
         self.scheduler.check_room(body.answers)
-        job = await self.aside(request, partial(kind, body, self.model, self.settings))
+        job = await self.aside(request, partial(translate, body, self.model, self.settings))
         if self.settings.log_prompts:
             record.texts["prompts"] = repr(
                 [self._prompt(one.request.prompt) for one in job.choices]
@@ -182,17 +185,15 @@ def _schema(kind: type[Body]) -> dict[str, Any]:
 def _add_generating(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
     async def chat(request: Request) -> Response:
-        return await service.generate(request, await service.body(request, ChatBody), ChatJob)
+        return await service.generate(request, ChatBody, ChatJob)
 
     @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
     async def completions(request: Request) -> Response:
-        body = await service.body(request, CompletionBody)
-        return await service.generate(request, body, CompletionJob)
+        return await service.generate(request, CompletionBody, CompletionJob)
 
     @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody))
     async def responses(request: Request) -> Response:
-        body = await service.body(request, ResponsesBody)
-        return await service.generate(request, body, ResponseJob)
+        return await service.generate(request, ResponsesBody, ResponseJob)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:

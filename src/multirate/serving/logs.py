@@ -8,6 +8,7 @@ import re
 import sys
 import time
 import uuid
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,13 +107,14 @@ def _shown(value: Any) -> str:
 
 
 def start(form: str) -> None:
-    """Writes our log and uvicorn's warnings to stderr. form: one of FORMATS."""
+    """Writes our log, uvicorn's errors and all warnings to stderr. form: one of FORMATS."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonLine() if form == "json" else _Line())
-    for name, level in (("multirate.serving", logging.INFO), ("uvicorn", logging.WARNING)):
+    for name, level in (("multirate.serving", logging.INFO), ("uvicorn", logging.ERROR)):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
         logger.setLevel(level)
+    warnings.showwarning = lambda message, *_, **__: log.warning(str(message))
 
 
 _noted: set[str] = set()

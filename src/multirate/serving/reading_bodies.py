@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -11,14 +13,33 @@ from starlette.requests import ClientDisconnect, Request
 from multirate.serving.bodies import Body
 from multirate.serving.errors import ApiError, ClientGone, of_validation
 from multirate.serving.logs import note_once
+from multirate.serving.requests import Busy
 from multirate.serving.settings import HttpSettings
 
 B = TypeVar("B", bound=Body)
 
 
-async def read_body(request: Request, settings: HttpSettings) -> bytes:
-    """The bytes. Raises ApiError for a body that is no JSON by its type, too large, or too slow,
-    before all of it has been read; ClientGone if the client leaves.
+class Buffered:
+    """How many bytes of bodies are held."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self.bytes = 0
+
+    def add(self, count: int) -> None:
+        """Raises Busy if they are too many; a negative count gives them back."""
+        if count > 0 and self.bytes + count > self._most:
+            raise Busy("too many large requests arrive at a time", 1.0)
+        self.bytes += count
+
+
+@asynccontextmanager
+async def read_body(
+    request: Request, settings: HttpSettings, buffered: Buffered
+) -> AsyncIterator[bytearray]:
+    """The bytes, which count as buffered within the context. Raises ApiError for a body that is no
+    JSON by its type, too large, or too slow, before all of it has been read; ClientGone if the
+    client leaves.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -28,29 +49,38 @@ async def read_body(request: Request, settings: HttpSettings) -> bytes:
     length = request.headers.get("content-length", "")
     if length.isascii() and length.isdigit() and int(length[:20]) > settings.max_body:
         raise _too_large(settings)
+    found = bytearray()
     try:
-        return await asyncio.wait_for(_collect(request, settings), settings.receive_seconds)
+        await _collect(request, found, settings, buffered)
+        yield found
+    finally:
+        buffered.add(-len(found))
+
+
+async def _collect(
+    request: Request, found: bytearray, settings: HttpSettings, buffered: Buffered
+) -> None:
+    seconds = settings.receive_seconds
+    try:
+        await asyncio.wait_for(_add_pieces(request, found, settings, buffered), seconds)
     except asyncio.TimeoutError:
-        seconds = settings.receive_seconds
-        raise ApiError(
-            f"the body did not arrive within {seconds:g} seconds",
-            status=408,
-            headers={"connection": "close"},
-        ) from None
+        message = f"the body did not arrive within {seconds:g} seconds"
+        raise ApiError(message, status=408, headers={"connection": "close"}) from None
     except ClientDisconnect:
         raise ClientGone from None
 
 
-async def _collect(request: Request, settings: HttpSettings) -> bytes:
-    found = bytearray()
+async def _add_pieces(
+    request: Request, found: bytearray, settings: HttpSettings, buffered: Buffered
+) -> None:
     async for piece in request.stream():
-        found += piece
-        if len(found) > settings.max_body:
+        if len(found) + len(piece) > settings.max_body:
             raise _too_large(settings)
-    return bytes(found)
+        buffered.add(len(piece))
+        found += piece
 
 
-def parsed(kind: type[B], data: bytes) -> B:
+def parsed(kind: type[B], data: bytearray) -> B:
     """The body. Raises ApiError for what is no JSON or not of that kind."""
     try:
         body = kind.model_validate_json(data)

@@ -50,6 +50,8 @@ class HttpSettings:
     """
     max_body: int = 8 << 20
     """Bytes of a request's body."""
+    max_bodies: int = 256 << 20
+    """Bytes of all bodies that have not been tokenised yet."""
     max_answers: int = 64
     """Answers of one request: its prompts times its `n`."""
     max_stops: int = 64
@@ -68,7 +70,14 @@ class HttpSettings:
     """Whether prompts and answers are written to the log."""
 
     def __post_init__(self) -> None:
-        counts = ("max_body", "max_answers", "max_stops", "max_stop_length", "max_headers")
+        counts = (
+            "max_body",
+            "max_bodies",
+            "max_answers",
+            "max_stops",
+            "max_stop_length",
+            "max_headers",
+        )
         for name in counts:
             _check_least(name, getattr(self, name), 1)
         if self.max_tokens is not None:

@@ -45,7 +45,10 @@ export function rendered(text) {
       fence = fence === null ? mark : null;
     } else if (fence === null && /^#{1,6} /.test(line)) {
       close();
-      found.append(element("h4", line.replace(/^#+ /, "").replaceAll("**", "")));
+      // No heading element: the answer is not part of the page's outline.
+      const title = document.createElement("p");
+      title.append(element("strong", line.replace(/^#+ /, "").replaceAll("**", "")));
+      found.append(title);
     } else if (fence === null && !line.trim()) {
       close();
     } else {

@@ -40,6 +40,7 @@ async function ask(path, options) {
 
 async function refusal(response) {
   const body = await response.json().catch(() => ({}));
+  if (response.status === 401) return new Failure("The API key is missing or wrong.", 401);
   const said = sentence(body.error?.message ?? `status ${response.status}`);
   const wait = Number(response.headers.get("retry-after"));
   const again = wait ? ` Try again in ${wait} second${wait === 1 ? "" : "s"}.` : "";

@@ -86,7 +86,7 @@ export function drawAcceptance(sample) {
     const x = LEFT + step * (place + 0.5);
     const y = chart.y(share);
     chart.add("rect", { x: x - wide / 2, y, width: wide, height: chart.y(0) - y, rx: 2, class: "bar" });
-    if (step > 30) chart.add("text", { x, y: Math.max(y - 4, 12), class: "middle value" }, percent(share));
+    if (step > 34) chart.add("text", { x, y: Math.max(y - 4, 12), class: "middle value" }, percent(share));
     chart.under(x, names[place]);
   }
   const rate = sample.drafted ? percent(sample.accepted / sample.drafted) : "–";
@@ -94,13 +94,13 @@ export function drawAcceptance(sample) {
   byId("acceptance-note").textContent = sample.drafts
     ? `Share of the drafts since the server started that were right up to each token. ${rate} of the drafted tokens were emitted, ${length} tokens per pass with a draft.`
     : "No drafts since the server started.";
-  table(byId("acceptance-table"), ["Position", "Accepted"], names.map((name, place) => [name, percent(shares[place])]));
+  table(byId("acceptance-table"), ["Position", ...names], [["Accepted", ...shares.map(percent)]]);
 }
 
 /** A round number at or above `value`. */
 function roundUp(value, least) {
   const size = 10 ** Math.floor(Math.log10(Math.max(value, least)));
-  return [1, 2, 5, 10].map((one) => one * size).find((one) => one >= Math.max(value, least));
+  return [1, 2, 3, 4, 6, 8, 10].map((one) => one * size).find((one) => one >= Math.max(value, least));
 }
 
 /** A time axis from the first sample, or a minute ago, to now. */

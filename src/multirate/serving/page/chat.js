@@ -43,6 +43,7 @@ class Turn {
 
   begin() {
     this.answer = this.thought = "";
+    this.said.hidden = false;
     this.said.setAttribute("aria-busy", "true");
     this.body.replaceChildren(made("p", "quiet", "Reading the question …"));
     this.foot.textContent = "";
@@ -65,6 +66,7 @@ class Turn {
   }
 
   fail(message, again) {
+    this.said.hidden = !this.answer && !this.thought;
     const found = made("div", "error");
     found.setAttribute("role", "alert");
     const button = made("button", "", "Try again");
@@ -152,7 +154,7 @@ export class Chat {
           this.follow(false, () => turn.show(recording));
         });
       }
-      this.end(turn, recording, ENDS[recording.finish]);
+      this.end(turn, recording, ENDS[request.signal.aborted ? "stopped" : recording.finish]);
     } catch (error) {
       if (error.name === "AbortError") {
         this.end(turn, recording, ENDS.stopped);

@@ -80,7 +80,7 @@ const monitor = new Monitor(
     showServerState("");
     draw();
   },
-  () => showServerState("does not answer"),
+  () => showServerState("unreachable"),
 );
 
 function draw() {
@@ -161,7 +161,7 @@ async function about() {
     server = await aboutServer();
   } catch (error) {
     if (!(error instanceof Failure)) throw error;
-    showServerState("does not answer");
+    showServerState("unreachable");
     return;
   }
   byId("model-name").textContent = server.model;

@@ -179,8 +179,9 @@ export class Race {
 
   count() {
     for (const origin of ["model", "draft", "text"]) {
-      const count = this.drafted?.pieces.filter((piece) => piece.origin === origin).length;
-      document.getElementById(`count-${origin}`).textContent = count ?? "";
+      const pieces = this.drafted?.pieces ?? [];
+      const count = pieces.filter((piece) => piece.origin === origin).length;
+      document.getElementById(`count-${origin}`).textContent = pieces.length ? count : "";
     }
   }
 

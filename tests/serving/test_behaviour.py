@@ -141,6 +141,13 @@ def test_a_kept_connection_may_ask_again_after_a_while() -> None:
             time.sleep(0.1)
 
 
+def test_an_idle_connection_is_closed_without_a_word() -> None:
+    with running(saying("x"), receive_seconds=0.2) as server, connected(server.port) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        found = answer(client)
+    assert found.count(b"HTTP/1.1 200") == 1 and b"408" not in found
+
+
 @pytest.mark.parametrize(
     ("sent", "status"),
     [

@@ -185,6 +185,17 @@ def test_template_variables_may_be_given() -> None:
     assert message(asked())["content"] == "why</think>so"
 
 
+def test_tags_may_be_special_tokens() -> None:
+    words = type(WORDS)(tokenizer_object=WORDS.backend_tokenizer, eos_token="<eos>")
+    words.chat_template = WORDS.chat_template
+    words.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>"]})
+    ids = words(CALL)["input_ids"]
+    assert len(ids) < len(tokens(CALL)) and words.decode(ids, skip_special_tokens=True) != CALL
+    model = served(tokenizer=words, vocabulary=len(words))
+    found = client(Scripted(lambda request: Script(ids)), model).chat(tools=[TOOL])
+    assert message(found)["tool_calls"][0]["function"]["name"] == "weather"
+
+
 def responses(scheduler: Any, **body: Any) -> Any:
     return client(scheduler)("POST", "/v1/responses", json={"input": "hi"} | body)
 

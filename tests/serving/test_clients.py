@@ -108,6 +108,31 @@ def test_a_real_models_text_is_the_engines_own(real: Running, engine: Any) -> No
         assert "".join(chunk.choices[0].text for chunk in stream) == wanted
 
 
+def test_a_prompt_is_scored_as_lm_evaluation_harness_does(real: Running, engine: Any) -> None:
+    """Token ids in, `echo`, `logprobs` and one new token; the continuation's part is summed up."""
+    ask = connect(real).completions.create
+    ids = engine.tokenizer("The capital of France is")["input_ids"]
+    written = ask(model="tiny", prompt=ids, max_tokens=8, temperature=0, logprobs=1, seed=1)
+    chances = written.choices[0].logprobs
+    assert chances is not None and chances.token_logprobs is not None
+    own = engine.generate([ids], stop=engine.stopping(8), speculate="never").sequences[0]
+    prompts = [[*ids, *own], [*ids, *reversed(own)]]
+    scored = ask(model="tiny", prompt=prompts, max_tokens=1, echo=True, logprobs=1, temperature=0)
+    greedy = []
+    for choice, prompt in zip(scored.choices, prompts, strict=True):
+        found = choice.logprobs
+        assert found is not None and found.token_logprobs is not None
+        assert found.top_logprobs is not None and len(found.token_logprobs) == len(prompt) + 1
+        assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
+        part = slice(len(ids), -1)
+        tops = [max(top.values()) for top in found.top_logprobs[part]]
+        greedy.append(found.token_logprobs[part] == tops)
+    assert greedy == [True, False]
+    again = scored.choices[0].logprobs
+    assert again is not None and again.token_logprobs is not None
+    assert again.token_logprobs[len(ids) : -1] == pytest.approx(chances.token_logprobs, abs=1e-4)
+
+
 def test_many_at_a_time_with_the_async_client(real: Running) -> None:
     async def ask() -> list[tuple[str, str]]:
         async with openai.AsyncOpenAI(base_url=f"{real.url}/v1", api_key="any") as client:
@@ -141,14 +166,20 @@ class Town(BaseModel):
 def test_structured_output_with_drafts(real: Running) -> None:
     """A tiny model writes nonsense, but nonsense of the right form."""
     client = connect(real)
+    written: list[list[str | None]] = []
     for extra in ({}, {"speculative": {"method": "none"}}):
+        loose = {"guided_regex": "[a-z, ]{40,60}[.]"} | extra
+        told = client.chat.completions.create(model="tiny", messages=HI, extra_body=loose)
+        written.append([told.choices[0].message.content])
         choice = {"structured_outputs": {"choice": ["yes", "no"]}}
         told = client.chat.completions.create(model="tiny", messages=HI, extra_body=choice | extra)
         assert told.choices[0].message.content in ("yes", "no")
         regex = {"guided_regex": r"[a-c]{3}-\d\d"}
         told = client.chat.completions.create(model="tiny", messages=HI, extra_body=regex | extra)
         text = told.choices[0].message.content
+        written[-1].append(text)
         assert text is not None and len(text) == 6 and text[3] == "-" and text[4:].isdigit()
+    assert written[0] == written[1]
     tools: Any = [TOOL]
     forced = client.chat.completions.create(
         model="tiny", messages=HI, tools=tools, tool_choice="required", max_tokens=60

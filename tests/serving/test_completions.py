@@ -103,6 +103,7 @@ def test_a_stream_joins_to_the_whole_answer(more: dict[str, Any], sizes: tuple[i
     assert stream.headers["content-type"].startswith("text/event-stream")
     chunks = events(stream.text)
     assert chunks.pop()["usage"] == whole["usage"]
+    assert all(chunk["usage"] is None for chunk in chunks)
     for wanted in whole["choices"]:
         own = [one for c in chunks for one in c["choices"] if one["index"] == wanted["index"]]
         assert "".join(one["text"] for one in own) == wanted["text"]
@@ -115,8 +116,11 @@ def test_a_stream_joins_to_the_whole_answer(more: dict[str, Any], sizes: tuple[i
 
 def test_stop_strings_are_cut_off_and_end_the_decoding() -> None:
     scheduler = saying("one two three")
-    found = client(scheduler).complete(stop="two").json()["choices"][0]
+    whole = client(scheduler).complete(stop="two").json()
+    found = whole["choices"][0]
+    assert whole["usage"]["completion_tokens"] == 7 and whole["timings"]["predicted_ms"] == 500
     assert (found["text"], found["finish_reason"]) == ("one ", "stop")
+    assert not scheduler.tickets[0].cancelled.is_set()
     assert scheduler.requests[0].stop.stop_strings == ("two",)
 
 
@@ -183,3 +187,9 @@ def test_biases_and_penalties_change_the_logits() -> None:
         scores = processor(ids, scores)
     found = {place: value for place, value in enumerate(scores[0].tolist()) if value}
     assert found == {7: -100.0, 8: 2.5, 9: -2.0, 10: -1.5}
+
+
+def test_the_token_that_ends_a_text_is_not_shown_even_if_it_is_a_plain_one() -> None:
+    (mark,) = tokens("!", end=False)
+    found = client(saying("ab!cd"), served(ends=(mark,))).complete().json()["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("ab", "stop")

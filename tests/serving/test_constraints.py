@@ -13,7 +13,7 @@ import torch
 
 from multirate.serving.constraints import Constrained, Constraint, Grammars
 from multirate.serving.errors import ApiError
-from multirate.serving.reading import forced_call
+from multirate.serving.parts import forced_call
 from serving.conftest import END, WORDS, tokens
 
 GRAMMARS = Grammars(WORDS, len(WORDS), (END,))

@@ -45,7 +45,7 @@ def url_in(process: subprocess.Popen[str], lines: list[str]) -> str:
         assert process.poll() is None, lines
         return next((line for line in lines if " serving " in line or '"serving"' in line), None)
 
-    eventually(seen, 60)
+    eventually(seen, 180)
     found = re.search(r"http://127\.0\.0\.1:\d+", seen())
     assert found is not None
     return found[0]
@@ -66,7 +66,7 @@ def test_it_serves_and_ends_well() -> None:
         found = client.post("/v1/chat/completions", json=asked, headers=key)
         assert found.json()["usage"]["completion_tokens"] <= 4
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     finally:
         process.kill()
         process.wait()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.stopping import StopSettings
 from multirate.serving.answers import Choice
-from multirate.serving.reading import Call, Part, Plain, Reader, Said, Tagged, Templated, Thought
+from multirate.serving.parts import Call, Part, Plain, Reader, Said, Tagged, Templated, Thought
 from multirate.serving.requests import Emitted, Finished, Request, Usage
 from multirate.serving.stop_strings import StopStrings
 from serving.conftest import END, WORDS, served, tokens
@@ -40,7 +40,7 @@ def streamed(text: str, sizes: Sequence[int], stops: Sequence[str], reader: Read
     for block in blocks(tokens(text), sizes):
         update = choice.take(Emitted(block, ("model",) * len(block)))
         parts.append(update.parts)
-        if update.finish is not None:
+        if update.finish is not None:  # the decoder went on after a stop string
             return choice, parts
     parts.append(choice.take(Finished("eos", Usage())).parts)
     return choice, parts

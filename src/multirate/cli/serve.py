@@ -174,6 +174,7 @@ def _serve(
     from multirate.serving.scheduler import start
 
     served = ServedModel.of(engine, model or DEFAULT, serving)
+    served.grammars.prepare()
     logs.start(http.log_format)
     scheduler = start(engine, serving)
     server = Server(make_app(served, scheduler, asked), scheduler, asked)

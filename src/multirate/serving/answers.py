@@ -11,7 +11,7 @@ from multirate.decoding.text_stream import TextStream
 from multirate.serving.metrics import Metrics
 from multirate.serving.model import ServedModel
 from multirate.serving.origins import Origins, Piece
-from multirate.serving.reading import Call, Part, Reader, Said, Thought
+from multirate.serving.parts import Call, Part, Reader, Said, Thought
 from multirate.serving.requests import (
     Deliver,
     Emitted,
@@ -94,6 +94,9 @@ class Choice:
         update = Update(self)
         if isinstance(event, PromptRead):
             self.read = update.read = event
+        elif isinstance(event, Emitted) and self._stop.met:
+            # The decoder reads special tokens as text and did not see the stop string.
+            self._end("stop", self._usage_so_far(), update)
         elif isinstance(event, Emitted):
             self._emitted += len(event.tokens)
             self._accepted += sum(origin != "model" for origin in event.origins)
@@ -103,14 +106,13 @@ class Choice:
                 self.tokens += event.tokens
                 self.logprobs += event.logprobs
             self._advance(update)
-            if self._stop.met:
-                self._end("stop", self._usage_so_far(), update)
         else:
             self._stream.end()
             if self._origins is not None:
                 self._origins.add("".join(self._pieces))
             self._advance(update)
-            self._end(FINISH[event.reason], event.usage, update)
+            finish = "stop" if self._stop.met else FINISH[event.reason]
+            self._end(finish, event.usage, update)
         return update
 
     def _decode(self, event: Emitted) -> None:

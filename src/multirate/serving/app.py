@@ -24,19 +24,19 @@ from multirate.serving.bodies import (
     ResponsesBody,
     TokenizeBody,
 )
-from multirate.serving.chat import ChatJob
-from multirate.serving.completions import CompletionJob
+from multirate.serving.chat import ChatReply
+from multirate.serving.completions import CompletionReply
 from multirate.serving.conversation import encode
 from multirate.serving.errors import ApiError, api_error
-from multirate.serving.jobs import Job
+from multirate.serving.limits import Buffered, parsed, read_body
 from multirate.serving.logs import Record, log
 from multirate.serving.metrics import Metrics
 from multirate.serving.middleware import KeyChecked, Logged, cors
 from multirate.serving.model import ServedModel
 from multirate.serving.page import add_page
-from multirate.serving.reading_bodies import Buffered, parsed, read_body
+from multirate.serving.replies import Reply
 from multirate.serving.requests import Scheduler
-from multirate.serving.responses import ResponseJob
+from multirate.serving.responses import ResponseReply
 from multirate.serving.settings import HttpSettings
 from multirate.serving.sse import EventStream, until_gone
 
@@ -76,7 +76,7 @@ class Service:
         self,
         request: Request,
         kind: type[ChatBody] | type[CompletionBody] | type[ResponsesBody],
-        translate: Callable[[Any, ServedModel, HttpSettings], Job],
+        translate: Callable[[Any, ServedModel, HttpSettings], Reply],
     ) -> Response:
         """The answer to a request, whole or as a stream."""
         self.scheduler.check_room(1)  # before its body is read, too
@@ -90,12 +90,12 @@ class Service:
                 "n",
             )
         self.scheduler.check_room(body.answers)
-        job = await self.aside(request, partial(translate, body, self.model, self.settings))
+        reply = await self.aside(request, partial(translate, body, self.model, self.settings))
         if self.settings.log_prompts:
             record.texts["prompts"] = repr(
-                [self._prompt(one.request.prompt) for one in job.choices]
+                [self._prompt(one.request.prompt) for one in reply.choices]
             )
-        answers = Answers(self.scheduler, job.choices, self.metrics, record.started)
+        answers = Answers(self.scheduler, reply.choices, self.metrics, record.started)
         answers.submit()
         streams = False
         try:
@@ -103,43 +103,43 @@ class Service:
                 # Before any byte is sent, so that an early failure still has a status of its own.
                 first = await until_gone(request.receive, _first(answers))
                 streams = True
-                close = partial(self._close, answers, job, record)
-                return EventStream(self._stream(answers, job, first, record), close)
+                close = partial(self._close, answers, reply, record)
+                return EventStream(self._stream(answers, reply, first, record), close)
             await until_gone(request.receive, _all(answers))
-            return JSONResponse(job.whole())
+            return JSONResponse(reply.whole())
         finally:
             if not streams:
-                self._close(answers, job, record)
+                self._close(answers, reply, record)
 
     async def _stream(
-        self, answers: Answers, job: Job, first: list[Update], record: Record
+        self, answers: Answers, reply: Reply, first: list[Update], record: Record
     ) -> AsyncIterator[bytes]:
-        for event in job.opening():
+        for event in reply.opening():
             yield event
         for update in first:
-            for event in job.events(update):
+            for event in reply.events(update):
                 yield event
         try:
             while (following := await answers.next()) is not None:
-                for event in job.events(following):
+                for event in reply.events(following):
                     yield event
         except Exception as error:
             record.error = api_error(error)
             if record.error.status >= 500:
                 log.error("unexpected", exc_info=error, extra={"fields": {"id": record.id}})
             answers.close()
-            for event in job.failing(record.error):
+            for event in reply.failing(record.error):
                 yield event
             return
-        for event in job.closing():
+        for event in reply.closing():
             yield event
 
-    def _close(self, answers: Answers, job: Job, record: Record) -> None:
+    def _close(self, answers: Answers, reply: Reply, record: Record) -> None:
         answers.close()
-        record.usage = job.total()
-        record.finish = ",".join(sorted({one.finish or "abort" for one in job.choices}))
+        record.usage = reply.total()
+        record.finish = ",".join(sorted({one.finish or "abort" for one in reply.choices}))
         if self.settings.log_prompts:
-            record.texts["answers"] = repr([one.said for one in job.choices])
+            record.texts["answers"] = repr([one.said for one in reply.choices])
 
     def _prompt(self, ids: Any) -> str:
         return self.model.decode(ids, skip_special=False)
@@ -162,7 +162,7 @@ async def _all(answers: Answers) -> None:
 
 def make_app(model: ServedModel, scheduler: Scheduler, settings: HttpSettings) -> FastAPI:
     """The application. `app.state.service` has what its routes use."""
-    app = FastAPI(title="multirate", docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url=None)  # its pages would load scripts from elsewhere
     service = app.state.service = Service(model, scheduler, settings)
     errors.install(app)
     if settings.api_key is not None:
@@ -178,24 +178,18 @@ def make_app(model: ServedModel, scheduler: Scheduler, settings: HttpSettings) -
     return app
 
 
-def _schema(kind: type[Body]) -> dict[str, Any]:
-    """What /openapi.json says of a route whose body is read here."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"required": True, "content": content}}
-
-
 def _add_generating(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/chat/completions", openapi_extra=_schema(ChatBody))
+    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        return await service.generate(request, ChatBody, ChatJob)
+        return await service.generate(request, ChatBody, ChatReply)
 
-    @app.post("/v1/completions", openapi_extra=_schema(CompletionBody))
+    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        return await service.generate(request, CompletionBody, CompletionJob)
+        return await service.generate(request, CompletionBody, CompletionReply)
 
-    @app.post("/v1/responses", openapi_extra=_schema(ResponsesBody))
+    @app.post("/v1/responses")
     async def responses(request: Request) -> Response:
-        return await service.generate(request, ResponsesBody, ResponseJob)
+        return await service.generate(request, ResponsesBody, ResponseReply)
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -221,7 +215,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_tokenising(app: FastAPI, service: Service) -> None:
     model = service.model
 
-    @app.post("/tokenize", openapi_extra=_schema(TokenizeBody))
+    @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         body = await service.body(request, TokenizeBody)
         if (body.prompt is None) == (not body.messages):
@@ -235,7 +229,7 @@ def _add_tokenising(app: FastAPI, service: Service) -> None:
         tokens = await service.aside(request, work)
         return {"count": len(tokens), "max_model_len": model.context, "tokens": tokens}
 
-    @app.post("/detokenize", openapi_extra=_schema(DetokenizeBody))
+    @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         body = await service.body(request, DetokenizeBody)
         model.check_ids(body.tokens, "tokens")

@@ -11,9 +11,9 @@ from multirate.serving.bodies import ChatBody, NamedTool
 from multirate.serving.constraints import Constraint
 from multirate.serving.conversation import encode
 from multirate.serving.errors import ApiError
-from multirate.serving.jobs import Job, chat_logprobs, timings_of, usage_of
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import Call, Said, Thought, forced_call, reader_for
+from multirate.serving.parts import Call, Said, Thought, forced_call, reader_for
+from multirate.serving.replies import Reply, chat_logprobs, timings_of, usage_of
 from multirate.serving.requests import Request
 from multirate.serving.sampling import (
     Choosing,
@@ -61,7 +61,7 @@ def chat_choices(body: ChatBody, model: ServedModel, settings: HttpSettings) -> 
     return choices
 
 
-class ChatJob(Job):
+class ChatReply(Reply):
     def __init__(self, body: ChatBody, model: ServedModel, settings: HttpSettings) -> None:
         """Tokenises. Raises ApiError, or UserError, for what cannot be done."""
         super().__init__("chatcmpl-", model, chat_choices(body, model, settings))

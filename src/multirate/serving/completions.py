@@ -8,9 +8,9 @@ from multirate.serving import sse
 from multirate.serving.answers import Choice, Update
 from multirate.serving.bodies import CompletionBody
 from multirate.serving.errors import ApiError
-from multirate.serving.jobs import Job, completion_logprobs, timings_of, usage_of
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import Plain, Said
+from multirate.serving.parts import Plain, Said
+from multirate.serving.replies import Reply, completion_logprobs, timings_of, usage_of
 from multirate.serving.requests import Request
 from multirate.serving.sampling import (
     Choosing,
@@ -27,7 +27,7 @@ DEFAULT_TOKENS = 16
 """OpenAI's max_tokens of a completion."""
 
 
-class CompletionJob(Job):
+class CompletionReply(Reply):
     def __init__(self, body: CompletionBody, model: ServedModel, settings: HttpSettings) -> None:
         """Tokenises. Raises ApiError, or UserError, for what cannot be done."""
         _check(body, settings)
@@ -120,7 +120,8 @@ class CompletionJob(Job):
         return self._texts[choice.index // self._each] if self._echo else ""
 
     def _body(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.head("text_completion") | {"choices": choices}
+        usage = {"usage": None} if self._usage else {}
+        return self.head("text_completion") | {"choices": choices} | usage
 
 
 def _choice(index: int, text: str, logprobs: Any, finish: str | None) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from multirate.serving.logs import log
 from multirate.serving.requests import Scheduler
 from multirate.serving.settings import HttpSettings
 
+GRACE = 5
+"""Seconds that streams have to tell their clients after the drain."""
 MOST_HEAD = 64 << 10
 """Bytes of a request's line and headers."""
 
@@ -74,7 +76,8 @@ def protocol_with(seconds: float) -> type[H11Protocol]:
 
         def _expire(self) -> None:
             self._timer = None
-            if self.conn.our_state is h11.IDLE:
+            begun = self.cycle is None or self.conn.trailing_data[0]
+            if self.conn.our_state is h11.IDLE and begun:
                 self._refuse(408, f"the request's head did not arrive within {seconds:g} seconds")
             else:
                 self.transport.close()
@@ -130,7 +133,7 @@ class Server(uvicorn.Server):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=30,
-            timeout_graceful_shutdown=max(1, round(settings.drain_seconds) + 1),
+            timeout_graceful_shutdown=round(settings.drain_seconds) + GRACE,
             h11_max_incomplete_event_size=MOST_HEAD,
         )
         super().__init__(config)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -57,6 +58,13 @@ class Grammars:
             if self._known is None:
                 self._known = self._make()
             return self._known
+
+    def prepare(self) -> None:
+        """Makes that form now, if it can be made: it takes a second for a large vocabulary, and
+        nothing else runs meanwhile.
+        """
+        with suppress(UserError):
+            self.tokens()
 
     def matcher(self, constraint: Constraint) -> Any:
         """A matcher at the beginning of a text. Raises ApiError for a grammar with an error and

@@ -12,7 +12,7 @@ from multirate.loading.chat_template import encode_chat
 from multirate.serving.bodies import Message
 from multirate.serving.errors import ApiError
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import CALL, CALLED
+from multirate.serving.parts import CALL, CALLED
 from multirate.serving.sampling import text_of
 
 _TOOLS = """\

@@ -83,8 +83,6 @@ def of_validation(error: ValidationError) -> ApiError:
     be a prompt.
     """
     first = error.errors(include_url=False, include_input=False)[0]
-    if first["type"] == "json_invalid":
-        return ApiError(f"the body is no JSON: {first['ctx']['error']}", code="invalid_json")
     names = [str(part) for part in first["loc"]]
     where = ".".join(names) or "the body"
     message = first["msg"].removeprefix("Value error, ")

@@ -15,14 +15,14 @@ from multirate.serving.answers import Update
 from multirate.serving.bodies import ChatBody, ResponsesBody
 from multirate.serving.chat import chat_choices
 from multirate.serving.errors import ApiError, of_validation
-from multirate.serving.jobs import Job, timings_of
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import Call, Said, Thought
+from multirate.serving.parts import Call, Said, Thought
+from multirate.serving.replies import Reply, timings_of
 from multirate.serving.requests import Usage
 from multirate.serving.settings import HttpSettings
 
 
-class ResponseJob(Job):
+class ResponseReply(Reply):
     def __init__(self, body: ResponsesBody, model: ServedModel, settings: HttpSettings) -> None:
         """Tokenises. Raises ApiError, or UserError, for what cannot be done."""
         for name in ("previous_response_id", "background"):

@@ -14,7 +14,7 @@ from multirate.serving.bodies import Prediction, Sampled, Speculative
 from multirate.serving.constraints import Constrained, Constraint
 from multirate.serving.errors import ApiError
 from multirate.serving.model import ServedModel
-from multirate.serving.reading import THOUGHT, begins_thinking
+from multirate.serving.parts import THOUGHT, begins_thinking
 from multirate.serving.settings import HttpSettings
 
 _FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")

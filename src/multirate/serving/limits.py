@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from starlette.requests import ClientDisconnect, Request
 
 from multirate.serving.bodies import Body
@@ -83,7 +84,11 @@ async def _add_pieces(
 def parsed(kind: type[B], data: bytearray) -> B:
     """The body. Raises ApiError for what is no JSON or not of that kind."""
     try:
-        body = kind.model_validate_json(data)
+        found = from_json(bytes(data), allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON: {error}", code="invalid_json") from None
+    try:
+        body = kind.model_validate(found)
     except ValidationError as error:
         raise of_validation(error) from error
     for name in body.unknown():

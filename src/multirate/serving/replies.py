@@ -18,7 +18,7 @@ LEAST_LOGPROB = -9999.0
 """JSON has no −inf."""
 
 
-class Job(ABC):
+class Reply(ABC):
     """A translated body: what is to be decoded, and how its answer is written."""
 
     def __init__(self, prefix: str, model: ServedModel, choices: Sequence[Choice]) -> None:

@@ -63,8 +63,11 @@ class Plain(Reader):
 class Tagged(Reader):
     """Reads <think>…</think> at the beginning, and <tool_call>{"name", "arguments"}</tool_call>."""
 
-    def __init__(self, calls: bool, thinking: bool = False) -> None:
-        """calls: whether there are tools. thinking: whether the prompt ends within a thought."""
+    def __init__(self, calls: bool, thinking: bool = False, special: bool = False) -> None:
+        """calls: whether there are tools. thinking: whether the prompt ends within a thought.
+        special: whether some of the tags are special tokens.
+        """
+        self.keeps_special = special
         self._calls = calls
         self._mode = "think" if thinking else "begin"
         self._waiting = ""
@@ -174,7 +177,8 @@ def reader_for(
     has_template = getattr(tokenizer, "response_template", None) is not None
     if has_template and hasattr(tokenizer, "get_response_parser") and not forced:
         return Templated(tokenizer, tokenizer.decode(prompt), tools)
-    return Tagged(bool(tools), begins_thinking(tokenizer, prompt))
+    special = not {THINK, THOUGHT, CALL, CALLED}.isdisjoint(tokenizer.all_special_tokens)
+    return Tagged(bool(tools), begins_thinking(tokenizer, prompt), special)
 
 
 def begins_thinking(tokenizer: Any, prompt: list[int]) -> bool:

@@ -132,6 +132,7 @@ def test_a_new_chat_forgets(open_page: Open) -> None:
         page = open_page(server)
         page.get_by_label("After every answer").uncheck()
         page.get_by_role("button", name="Why is the sky blue?").click()
+        expect(page.get_by_role("log")).to_be_focused()
         expect(page.get_by_role("button", name="Race", exact=True)).to_be_enabled()
         page.get_by_role("button", name="New chat").click()
         expect(answers(page)).to_have_count(0)

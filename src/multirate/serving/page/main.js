@@ -55,6 +55,7 @@ function options() {
 
 function askForKey(message) {
   byId("key-form").hidden = false;
+  byId("key-note").classList.toggle("wrong", Boolean(message));
   if (message) byId("key-note").textContent = message;
   byId("key").focus();
 }
@@ -96,6 +97,8 @@ const chat = new Chat(byId("log"), byId("said"), {
   onStart(body, recording) {
     race.begin(body, recording);
     showState();
+    // The button that was clicked may be gone. The log, as a text field would open a phone's keyboard.
+    if (document.activeElement === document.body) byId("log").focus();
   },
   onTokens: () => race.grow(),
   onEnd(recording, complete) {

@@ -144,6 +144,8 @@ def test_a_new_chat_forgets(open_page: Open) -> None:
 
 
 HOSTILE = """\
+<think>Is <i>this</i> text?</think>
+
 # A <b>title</b>
 <script>window.hacked = 1</script><img src=x onerror="window.hacked = 2"> **bold** `a < b`
 
@@ -159,6 +161,10 @@ def test_what_the_model_says_is_text_and_never_html(open_page: Open) -> None:
         page = open_page(server)
         ask(page, "<img src=y onerror='window.hacked = 4'>")
         expect(result(page)).to_contain_text("the same text")
+        thought = answers(page).locator(".thought p")
+        expect(thought).to_be_hidden()
+        answers(page).get_by_text("Thought", exact=True).click()
+        expect(thought).to_have_text("Is <i>this</i> text?")
         body = answers(page).locator(".body")
         expect(body.locator("strong")).to_have_text(["A <b>title</b>", "bold"])
         expect(body.locator("p code")).to_have_text("a < b")

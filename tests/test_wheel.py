@@ -40,6 +40,7 @@ def test_a_wheel_has_the_library_for_its_platform(tmp_path: Path) -> None:
     assert name.endswith(f"-py3-none-{tag}.whl")
     assert content.read(KERNEL) == b"junk\n"
     assert "multirate/csrc/include/model.h" in content.namelist()
+    assert "multirate/serving/page/index.html" in content.namelist()
 
 
 @pytest.mark.slow

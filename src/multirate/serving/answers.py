@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from multirate.decoding.text_stream import TextStream
 from multirate.serving.metrics import Metrics
 from multirate.serving.model import ServedModel
+from multirate.serving.origins import Origins, Piece
 from multirate.serving.parts import Call, Part, Reader, Said, Thought
 from multirate.serving.requests import (
     Deliver,
@@ -40,6 +41,8 @@ class Update:
     tokens: Sequence[int] = ()
     """The new tokens, if their log-probabilities were asked for."""
     logprobs: Sequence[TokenLogprob] = ()
+    origins: list[Piece] = field(default_factory=list)
+    """The new text by token, if asked for: before it is divided into parts."""
     finish: str | None = None
 
 
@@ -53,14 +56,18 @@ class Choice:
         model: ServedModel,
         reader: Reader,
         stops: Sequence[str] = (),
+        origins: bool = False,
     ) -> None:
-        """index: OpenAI's number of the answer. stops: texts that it ends before."""
+        """index: OpenAI's number of the answer. stops: texts that it ends before. origins: whether
+        updates say who proposed which token.
+        """
         self.index = index
         self.request = request
         self._ends = frozenset(model.ends)
         self._reader = reader
         self._stop = StopStrings(stops)
         self._pieces: list[str] = []
+        self._origins = Origins() if origins else None
         skips = not reader.keeps_special
         self._stream = TextStream(model.tokenizer, self._pieces.append, skips)
         self._emitted = self._accepted = 0
@@ -93,7 +100,7 @@ class Choice:
         elif isinstance(event, Emitted):
             self._emitted += len(event.tokens)
             self._accepted += sum(origin != "model" for origin in event.origins)
-            self._stream.push([token for token in event.tokens if token not in self._ends])
+            self._decode(event)
             if event.logprobs:
                 update.tokens, update.logprobs = event.tokens, event.logprobs
                 self.tokens += event.tokens
@@ -101,18 +108,35 @@ class Choice:
             self._advance(update)
         else:
             self._stream.end()
+            if self._origins is not None:
+                self._origins.add("".join(self._pieces))
             self._advance(update)
             finish = "stop" if self._stop.met else FINISH[event.reason]
             self._end(finish, event.usage, update)
         return update
 
+    def _decode(self, event: Emitted) -> None:
+        for token, origin in zip(event.tokens, event.origins, strict=True):
+            if token not in self._ends:
+                before = len(self._pieces)
+                self._stream.push([token])
+                if self._origins is not None:
+                    self._origins.add("".join(self._pieces[before:]), origin)
+
     def _advance(self, update: Update) -> None:
         text = self._stop.push("".join(self._pieces))
         self._pieces.clear()
+        self._show(text, update)
+
+    def _show(self, text: str, update: Update) -> None:
+        if self._origins is not None:
+            update.origins += self._origins.take(len(text))
         self._add(self._reader.push(text), update)
 
     def _end(self, finish: str, usage: Usage, update: Update) -> None:
-        self._add(self._reader.push(self._stop.end()), update)
+        self._show(self._stop.end(), update)
+        if self._origins is not None:
+            update.origins += self._origins.end()
         self._add(self._reader.end(), update)
         self.usage = usage
         called = self.calls and finish == "stop"

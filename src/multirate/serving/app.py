@@ -33,6 +33,7 @@ from multirate.serving.logs import Record, log
 from multirate.serving.metrics import Metrics
 from multirate.serving.middleware import KeyChecked, Logged, cors
 from multirate.serving.model import ServedModel
+from multirate.serving.page import add_page
 from multirate.serving.replies import Reply
 from multirate.serving.requests import Scheduler
 from multirate.serving.responses import ResponseReply
@@ -173,6 +174,7 @@ def make_app(model: ServedModel, scheduler: Scheduler, settings: HttpSettings) -
     _add_models(app, service)
     _add_tokenising(app, service)
     _add_monitoring(app, service)
+    add_page(app, model, settings)
     return app
 
 

@@ -170,6 +170,7 @@ class ChatBody(Sampled):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    return_origins: bool | None = None
 
 
 class TextFormat(Part):

@@ -38,6 +38,8 @@ def chat_choices(body: ChatBody, model: ServedModel, settings: HttpSettings) -> 
     stop = stopping(model, stop_strings(body, settings), most, bool(body.ignore_eos))
     logprobs = _logprobs(body, settings)
     how = drafting(body.speculative, model)
+    if body.return_origins and not body.stream:
+        raise ApiError("return_origins needs stream: true", "return_origins")
     prompt = encode(model, body.messages, tools, body.chat_template_kwargs)
     model.check_length(prompt, "messages")
     choosing = Choosing(body, model, forced or constraint)
@@ -54,7 +56,8 @@ def chat_choices(body: ChatBody, model: ServedModel, settings: HttpSettings) -> 
             **how,
         )
         reader = reader_for(model.tokenizer, prompt, tools, forced is not None)
-        choices.append(Choice(number, request, model, reader, stop.stop_strings))
+        origins = bool(body.return_origins)
+        choices.append(Choice(number, request, model, reader, stop.stop_strings, origins))
     return choices
 
 
@@ -94,6 +97,9 @@ class ChatReply(Reply):
             chunks = chunks or [self._chunk(index, {})]
             found = chat_logprobs(self.model, update.tokens, update.logprobs)
             chunks[0]["choices"][0]["logprobs"] = found
+        if update.origins:
+            chunks = chunks or [self._chunk(index, {})]
+            chunks[0]["choices"][0]["origins"] = update.origins
         if update.finish is not None:
             chunks.append(self._chunk(index, {}, update.finish))
             if update.choice.usage is not None:

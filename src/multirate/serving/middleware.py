@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import time
 from typing import Any
 
@@ -10,10 +11,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from multirate.serving.errors import ApiError, ClientGone, api_error
 from multirate.serving.logs import Record, log, request_id
+from multirate.serving.page import OPEN as PAGE
 from multirate.serving.settings import HttpSettings
 
-OPEN = frozenset({"/health", "/ready", "/metrics"})
-"""What monitors read, without a key."""
+MONITORED = frozenset({"/health", "/ready", "/metrics"})
+"""What monitors read every few seconds: not logged while all is well."""
+OPEN = MONITORED | PAGE
+"""What is answered without a key."""
 CLIENT_LEFT = 499
 """nginx's status, for the log: nobody receives it."""
 
@@ -57,7 +61,10 @@ class Logged:
         except Exception as error:
             await self._answer(error, record, scope, receive, marked)
         finally:
-            log.info("request", extra={"fields": record.fields(time.perf_counter() - began)})
+            routine = record.path in MONITORED and record.status < 400
+            level = logging.DEBUG if routine else logging.INFO
+            fields = record.fields(time.perf_counter() - began)
+            log.log(level, "request", extra={"fields": fields})
 
     async def _answer(
         self, error: Exception, record: Record, scope: Scope, receive: Receive, send: Send

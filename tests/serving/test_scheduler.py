@@ -198,6 +198,25 @@ def test_a_full_queue_refuses_and_says_when_to_come_again() -> None:
         assert all(one.wait().tokens == alone(request([6])) for one in many)
 
 
+def test_who_has_an_answer_may_ask_again_at_once() -> None:
+    refused = list[Exception]()
+    with serving(parallel=1, max_queue=0) as server:
+        for _ in range(20):
+            over = threading.Event()
+
+            def deliver(event: Event, over: threading.Event = over) -> None:
+                if isinstance(event, Finished):
+                    try:
+                        server.check_room(1)
+                    except Busy as error:
+                        refused.append(error)
+                    over.set()
+
+            server.submit(request([5], 3), deliver)
+            assert over.wait(60)
+    assert not refused
+
+
 def test_requests_wait_for_the_memory_of_their_longest_answers() -> None:
     with serving(parallel=4) as server:
         token = server._batch.token_bytes

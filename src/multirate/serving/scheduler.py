@@ -266,21 +266,17 @@ class BatchScheduler(Scheduler):
         one.tell(Emitted(tuple(tokens), tuple(origins), tuple(logprobs)))
 
     def _finish(self) -> None:
-        """Requests that have ended leave; so do those whose processors raised an error."""
-        for seq in self._batch.ended:
-            one = self._running[seq]
-            error = self._batch.session.sampler.failed.get(seq)
-            if error is None:
-                self._end(seq, one)
-            else:
-                one.tell(Failed(error))
+        """Requests that have ended leave; so do those whose processors raised an error. They are
+        told after their places are free, as whoever waits for that may ask again at once.
+        """
+        failed = self._batch.session.sampler.failed
+        for seq in {*self._batch.ended, *failed} & self._running.keys():
+            one, error = self._running[seq], failed.get(seq)
+            event = self._finished(seq, one) if error is None else Failed(error)
             self._leave(seq)
-        for seq, error in list(self._batch.session.sampler.failed.items()):
-            if seq in self._running:
-                self._running[seq].tell(Failed(error))
-                self._leave(seq)
+            one.tell(event)
 
-    def _end(self, seq: int, one: Submission) -> None:
+    def _finished(self, seq: int, one: Submission) -> Finished:
         if not one.first:  # it has no token
             self._told_read(one)
         now, session = time.perf_counter(), self._batch.session
@@ -297,10 +293,10 @@ class BatchScheduler(Scheduler):
             prefill_seconds=one.first - one.joined,
             decode_seconds=now - one.first,
         )
-        one.tell(Finished(reason, usage))
         with self._queue.counting() as counters:
             counters.finished += 1
             counters.request_seconds += now - one.joined
+        return Finished(reason, usage)
 
     def _leave(self, seq: int) -> None:
         self._batch.session.sampler.failed.pop(seq, None)

@@ -55,9 +55,7 @@ def test_the_accelerator_is_the_models_own_and_unused_in_full_mode(data: str) ->
     done = run(*given, "--mode", "speculative")
     assert done.exit_code == 0 and "speculative: m2r2-carry" in done.stdout
     done = run(*given, "--mode", "full", "-a", "m2r2-carry")
-    assert (
-        done.exit_code == 0 and "--accelerator m2r2-carry is not used in mode full" in done.stderr
-    )
+    assert done.exit_code == 0 and "mode full does not use --accelerator m2r2-carry" in done.stderr
 
 
 def test_what_eval_refuses(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,11 +111,9 @@ def test_ctrl_c_writes_nothing(data: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Engine, "generate", interrupted)
     out = tmp_path / "out.json"
-    out.write_text("{}")
     done = run("eval", "tiny", "--tasks", "dialogsum", "--data", data, "--json", str(out))
     assert done.exit_code == 130 and "interrupted" in done.stderr and calls == 2
-    assert out.read_text() == "{}" and "rouge1" not in done.stdout
-    assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+    assert "rouge1" not in done.stdout and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("missing", ["lm_eval", "sacrebleu", "rouge_score"])

@@ -200,7 +200,8 @@ def _bias(given: dict[str, float] | None, model: ServedModel) -> Processor | Non
         ids.append(int(name[:20]))
         values.append(value)
     model.check_ids(ids, "logit_bias")
-    places, amounts = torch.tensor(ids), torch.tensor(values)
+    places = torch.tensor(ids, dtype=torch.int64, device="cpu")
+    amounts = torch.tensor(values, dtype=torch.float32, device="cpu")
 
     def add(_: Tensor, scores: Tensor) -> Tensor:
         more = amounts.to(scores.device, scores.dtype)

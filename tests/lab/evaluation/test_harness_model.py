@@ -87,7 +87,7 @@ def test_sampling_repeats_and_follows_the_settings(ours: EngineLM) -> None:
 def test_settings_that_cannot_be_followed(ours: EngineLM) -> None:
     with pytest.raises(UserError, match="'num_beams'; accepted: temperature"):
         ours.generate_until(requests(("hello", {"num_beams": 4})))
-    with pytest.raises(UserError, match=r"512 new tokens .* at most 511"):
+    with pytest.raises(UserError, match=r"512 new tokens .* maximum is 511"):
         ours.generate_until(requests(("hello", {"max_gen_toks": 512})))
 
 

@@ -156,11 +156,11 @@ def test_task_files_that_cannot_be_used(tmp_path: Path, content: str, reason: st
 
 
 def test_limits(data: Path) -> None:
-    with pytest.raises(UserError, match="limit is 0: at least 1"):
+    with pytest.raises(UserError, match="limit is 0; accepted: at least 1"):
         run(data, Mode(), ["dialogsum"], limit=0)
-    with pytest.raises(UserError, match="shots is -1: at least 0"):
+    with pytest.raises(UserError, match="shots is -1; accepted: at least 0"):
         load_tasks(["dialogsum"], data, -1)
-    with pytest.raises(UserError, match=r"task dialogsum has 4 examples .* asked for: 5"):
+    with pytest.raises(UserError, match=r"task dialogsum has 4 examples .* 5 were requested"):
         load_tasks(["dialogsum"], data, 5)
     assert load_tasks(["dialogsum"], data, 0)["tasks"]["dialogsum"].get_config("num_fewshot") == 0
 

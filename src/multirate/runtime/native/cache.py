@@ -106,10 +106,10 @@ class NativeKVCache(KVCache):
     def trim(self, seq: int) -> None:
         if self._mapped is None:
             return
-        begin = self._block.data_ptr()
+        begin = abi.address(abi.tensor(self._block))
         for stored in (*self.keys, *self.values):
             part = stored[seq]
-            first = part.data_ptr() - begin
+            first = abi.address(abi.tensor(part)) - begin
             last = first + part.numel() * part.element_size()
             first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last - last % mmap.PAGESIZE
             if last > first:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from native_kernel import skip_without_kernel
@@ -223,6 +224,23 @@ def test_kept_keys_and_values_are_those_of_a_prefill(method: str) -> None:
             batch.session.cache.standard(layer), fresh.session.cache.standard(layer), strict=True
         ):
             assert torch.equal(one[0, :, :count], other[0, :, :count])
+
+
+def test_room_for_long_texts_takes_no_memory_and_used_room_is_given_back() -> None:
+    decoder, process = engine().decoder, psutil.Process()
+    slots = 4096
+    many = (4 << 30) // (slots * decoder.new_cache(1, 16).token_bytes)
+    before = process.memory_info().rss
+    cache = decoder.new_cache(many, slots)
+    assert cache.nbytes() > 3 << 30 and cache.comes_as_used
+    assert process.memory_info().rss - before < 50 << 20
+    for seq in range(many // 8):
+        for view in cache.block_views(BLOCK):
+            view[seq].fill_(1.0)
+    assert process.memory_info().rss - before > 400 << 20
+    for seq in range(many // 8):
+        cache.trim(seq)
+    assert process.memory_info().rss - before < 100 << 20
 
 
 def test_a_place_stays_free_after_a_prompt_that_cannot_be_used() -> None:

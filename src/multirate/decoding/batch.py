@@ -16,7 +16,6 @@ from torch import Tensor
 from multirate.decoding.logits import SamplingSettings
 from multirate.decoding.prefill import read_rows
 from multirate.decoding.prefix_tree import PrefixTree
-from multirate.decoding.results import OnTokens
 from multirate.decoding.sampler import Observe
 from multirate.decoding.session import Session
 from multirate.decoding.step import Step
@@ -69,7 +68,7 @@ class Batch:
     """At most `places` sequences that decode by `step`, whose generation this begins.
 
     sampling, stop: of sequences without their own. keep_bytes: memory for K/V of earlier texts; 0:
-    none are kept. on_tokens: as `generate`.
+    none are kept.
 
     session: its active sequences decode. kept: the prefix tree, if there is one.
     """
@@ -82,14 +81,14 @@ class Batch:
         sampling: SamplingSettings | None = None,
         stop: StopSettings | None = None,
         keep_bytes: int = 0,
-        on_tokens: OnTokens | None = None,
     ) -> None:
         if not step.joins:
             raise ValueError(f"sequences cannot join a {type(step).__name__}")
         self.decoder, self.step, self.places = decoder, step, places
-        self.session = Session(decoder, [], sampling, stop, on_tokens, places=places)
+        self.session = Session(decoder, [], sampling, stop, places=places)
         cache = self.session.cache
-        cache.reserve((_CAPACITY if cache.comes_as_used else _EAGER_CAPACITY) + step.slots)
+        slots = _CAPACITY if cache.comes_as_used else _EAGER_CAPACITY
+        cache.reserve(min(slots, decoder.info.max_positions or slots) + step.slots)
         step.begin(self.session, resumed=False)
         self.reading: dict[int, _Reading] = {}
         self._taken: set[int] = set()

@@ -18,6 +18,7 @@ _BLOCK = 16  # tokens whose K/V lie together
 
 
 _MAPPED = 32 << 20  # bytes from which on memory is mapped
+_NORESERVE = 0x4000  # Linux's flag for mappings larger than the memory, which Python does not name
 
 
 def _zeros(count: int) -> tuple[Tensor, mmap.mmap | None]:
@@ -26,7 +27,7 @@ def _zeros(count: int) -> tuple[Tensor, mmap.mmap | None]:
     """
     if 2 * count < _MAPPED:
         return torch.zeros(count, dtype=torch.bfloat16, device="cpu"), None
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     mapped = mmap.mmap(-1, 2 * count, flags=flags)
     return torch.frombuffer(mapped, dtype=torch.bfloat16), mapped
 

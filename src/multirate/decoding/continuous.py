@@ -52,11 +52,10 @@ def generate_continuously(
     its prompt, the settings and its number, which selects its random numbers; `first_number` is the
     first prompt's. Raises UserError as `generate` does.
     """
-    # A generator: it leaves the caller's modes within a pass only, not between two.
-    prompts = iter(next_prompt, None)
-    first = list(itertools.islice(prompts, batch))
+    first = list(itertools.islice(iter(next_prompt, None), batch))
     if not first:
         return
+    # A generator: it leaves the caller's modes within a pass only, not between two.
     with own_modes():
         going = Batch(decoder, PlainStep(), len(first), sampling, stop)
     numbers, following = dict[int, int](), first_number

@@ -18,6 +18,12 @@ tokens begin every conversation.
 """
 
 
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many first tokens are the same."""
+    count = min(len(one), len(other))
+    return next((n for n in range(count) if one[n] != other[n]), count)
+
+
 @dataclass
 class PrefixCache:
     """What one generation of one sequence left: `tokens` are the ones whose K/V are committed in
@@ -37,8 +43,7 @@ class PrefixCache:
         """
         if self.cache is None:
             return 0
-        count = min(len(self.tokens), len(prompt) - 1)
-        same = next((i for i in range(count) if self.tokens[i] != prompt[i]), count)
+        same = min(in_common(self.tokens, prompt), len(prompt) - 1)
         return same if same >= MIN_SHARED else 0
 
     def take(self) -> KVCache | None:

@@ -101,9 +101,9 @@ class PrefixTree:
         """
         path = self._path(tokens)
         self._used(path)
-        first, count = len(path), min(len(tokens) // BLOCK, self.most)
+        first, count, needed = len(path), min(len(tokens) // BLOCK, self.most), set(path)
         for number in range(first, count):
-            place = self._room(set(path))
+            place = self._room(needed)
             if place is None:
                 break
             self._numbers += 1
@@ -112,6 +112,7 @@ class PrefixTree:
             self._blocks[self._numbers] = _Block(place, key)
             self._at[key] = self._numbers
             path.append(self._numbers)
+            needed.add(self._numbers)
         self._used(path)
         places = [self._blocks[number].place for number in path[first:]]
         if places:

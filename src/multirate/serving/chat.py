@@ -111,9 +111,6 @@ class ChatReply(Reply):
         usage = [sse.data(last | {"usage": usage_of(self.total())})]
         return [*(usage if self._usage else []), sse.DONE]
 
-    def failing(self, error: ApiError) -> list[bytes]:
-        return [sse.data(error.body())]
-
     def _delta(self, index: int, part: Said | Thought | Call) -> dict[str, Any]:
         if isinstance(part, Said):
             return {"content": part.text}

@@ -113,9 +113,6 @@ class CompletionReply(Reply):
         usage = [sse.data(self._body([]) | {"usage": usage_of(self.total())})]
         return [*(usage if self._usage else []), sse.DONE]
 
-    def failing(self, error: ApiError) -> list[bytes]:
-        return [sse.data(error.body())]
-
     def _echoed(self, choice: Choice) -> str:
         return self._texts[choice.index // self._each] if self._echo else ""
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from multirate import __version__
+from multirate.serving import sse
 from multirate.serving.answers import Choice, Update
 from multirate.serving.errors import ApiError
 from multirate.serving.model import ServedModel
@@ -43,9 +44,9 @@ class Reply(ABC):
     def closing(self) -> list[bytes]:
         """The events that a complete stream ends with."""
 
-    @abstractmethod
     def failing(self, error: ApiError) -> list[bytes]:
         """The events that a stream ends with after an error."""
+        return [sse.data(error.body())]
 
     def head(self, kind: str) -> dict[str, Any]:
         """What the bodies of completions and chats begin with."""

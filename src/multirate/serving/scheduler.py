@@ -13,6 +13,7 @@ from torch import Tensor
 
 from multirate.decoding.batch import Batch, Joining
 from multirate.decoding.logits import SamplingSettings
+from multirate.decoding.prefix_cache import in_common
 from multirate.decoding.results import Origin
 from multirate.decoding.step import Step
 from multirate.decoding.stopping import StopSettings
@@ -192,7 +193,7 @@ class BatchScheduler(Scheduler):
             return False
         known = kept.shared(prompt) + _MOST_SHARED
         return any(
-            _in_common(one.joining.prompt, prompt) > known for one in self._batch.reading.values()
+            in_common(one.joining.prompt, prompt) > known for one in self._batch.reading.values()
         )
 
     def _join(self, one: Submission) -> None:
@@ -342,9 +343,3 @@ def _most_tokens(request: Request) -> int:
     if stop.context_limit is not None:
         most.append(stop.context_limit)
     return min(most, default=prompt)
-
-
-def _in_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first tokens are the same."""
-    count = min(len(one), len(other))
-    return next((n for n in range(count) if one[n] != other[n]), count)

@@ -76,8 +76,10 @@ class Client(HttpUser):
             body["model"] = given.model_name
         sent, pieces, text, usage = time.perf_counter(), list[float](), "", None
         path = "/v1/chat/completions"
+        # a connection each: llama-server closes kept ones just when the next question comes
+        closing = {"Connection": "close"}
         with self.client.post(
-            path, json=body, stream=True, timeout=600, catch_response=True
+            path, json=body, headers=closing, stream=True, timeout=600, catch_response=True
         ) as response:
             if response.status_code != 200:
                 state["errors"].append(response.status_code)

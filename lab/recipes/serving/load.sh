@@ -16,6 +16,10 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 multirate serve "$MODEL" --port 8301 2> "$OUT/multirate.log" &
 multirate serve "$MODEL" --port 8302 --method autoregressive 2> "$OUT/plain.log" &
 SERVERS="multirate=8301 plain=8302"
+if [ -n "${ACCELERATOR:-}" ]; then
+    multirate serve "$MODEL" --port 8304 -a "$ACCELERATOR" 2> "$OUT/accelerator.log" &
+    SERVERS="$SERVERS accelerator=8304"
+fi
 if [ -n "${LLAMA_SERVER:-}" ]; then
     "$LLAMA_SERVER" -m "$MODEL" --port 8303 -np 16 -c 32768 > "$OUT/llama.log" 2>&1 &
     SERVERS="$SERVERS llama.cpp=8303"

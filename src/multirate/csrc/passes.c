@@ -68,7 +68,7 @@ static void run_parts(Workspace *work, void *context, int id, int threads) {
 
 // The call, with any number of rows, in slices.
 static void run_row_parts(Workspace *work, LayerCall *call) {
-    for (int id = 0; id < threads_of(work); id++) {
+    for (int id = 0; id < most_threads_of(work); id++) {
         if (!work->apart[id] && !(work->apart[id] = mr_workspace_open(1)))
             abort();
         make_room(work->apart[id], call->shape, call->adapters != NULL);

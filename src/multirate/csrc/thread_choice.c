@@ -3,8 +3,9 @@
 // The threads of a call meet at a barrier several times per layer. When other processes are
 // running, they often wait for a thread that is not, and fewer threads can be several times faster.
 // So from time to time there is a trial: blocks of calls run on another number of threads until it
-// is clear whether that is faster. A trial also starts soon after calls have become slower. The
-// number of threads never changes the result of a call.
+// is clear whether that is faster. A trial also starts soon after calls have become slower. Only
+// calls of a known kind take part: of others nobody could tell whether they are faster. The number
+// of threads never changes the result of a call.
 #include "thread_choice.h"
 
 #include <math.h>
@@ -14,6 +15,7 @@
 #define BLOCK_SECONDS 0.003 // what the calls of a block usually take, at least
 #define BLOCK_CALLS 4       // at least, for each to be like the others
 #define KNOWN 4             // calls of a kind, before it counts
+#define MOST_CALLS 16       // that are counted: a kind lasts so long beside others in its place
 #define FEWEST_BLOCKS 6     // on the number in use, before a trial
 #define MOST_BLOCKS 16      // that count
 #define GAIN 0.95           // a number of threads that takes at most this much of the time is kept
@@ -26,8 +28,7 @@
 #define LONGEST_PAUSE 8.0
 #define LONGEST_PAUSE_UP 1.0
 #define PAUSE_PER_COST 20.0
-#define LONGEST_TRIAL 10.0 // seconds, the pause before it included
-#define SLOWER 1.4         // the latest calls against usual ones: begin a trial
+#define SLOWER 1.4 // the latest calls against usual ones: begin a trial
 
 void open_thread_choice(ThreadChoice *choice, int most, int fixed) {
     memset(choice, 0, sizeof *choice);
@@ -103,25 +104,34 @@ static void judge(ThreadChoice *choice, double now) {
         end_trial(choice, faster && errors > 2, now);
 }
 
+static int is_known(const UsualTime *usual, uint64_t kind) {
+    return usual->kind == kind && usual->calls >= KNOWN;
+}
+
+int threads_for(ThreadChoice *choice, uint64_t kind) {
+    return is_known(usual_time(choice, kind), kind) ? choice->threads : choice->in_use;
+}
+
 static void add_call(UsualTime *usual, uint64_t kind, double seconds) {
+    if (usual->kind != kind && usual->calls > 0) { // the rarer one of two goes
+        usual->calls--;
+        return;
+    }
     if (usual->kind != kind || usual->calls == 1) // the first call often finds the caches cold
         *usual = (UsualTime){kind, usual->kind == kind ? 1 : 0, seconds};
-    usual->calls += usual->calls < KNOWN;
+    usual->calls += usual->calls < MOST_CALLS;
     usual->seconds += NEWEST_SHARE * (seconds - usual->seconds);
 }
 
 void note_call(ThreadChoice *choice, uint64_t kind, double seconds, double now) {
     if (choice->fixed)
         return;
-    int trial = choice->threads != choice->in_use;
     UsualTime *usual = usual_time(choice, kind);
-    if (usual->kind != kind || usual->calls < KNOWN) { // not seen often, or another in its place
-        if (!trial)
-            add_call(usual, kind, seconds);
-        else if (now > choice->ended + LONGEST_TRIAL) // there is nothing to compare with
-            end_trial(choice, 0, now);
+    if (!is_known(usual, kind)) {
+        add_call(usual, kind, seconds);
         return;
     }
+    int trial = choice->threads != choice->in_use;
     choice->took += seconds;
     choice->expected += usual->seconds;
     if (!trial) {

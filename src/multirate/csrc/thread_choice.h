@@ -8,7 +8,7 @@
 // The usual time of calls of one kind, on the number of threads in use.
 typedef struct {
     uint64_t kind; // 0: none yet
-    int calls;     // so many have been timed, at most KNOWN
+    int calls;     // so many have been timed, less those of others in its place
     double seconds;
 } UsualTime;
 
@@ -20,7 +20,7 @@ typedef struct {
 } Times;
 
 typedef struct {
-    int most, threads;     // at most; of the next call
+    int most, threads;     // at most; of the next call of a known kind
     int fixed;             // always `most`
     int in_use;            // differs from `threads` in a trial alone
     int candidate;         // which number is tried next
@@ -35,6 +35,9 @@ typedef struct {
 } ThreadChoice;
 
 void open_thread_choice(ThreadChoice *choice, int most, int fixed);
+
+// How many threads the next call uses, if it is of `kind`.
+int threads_for(ThreadChoice *choice, uint64_t kind);
 
 // A call of `kind` (calls of one kind do the same work) took `seconds` and ended at `now`.
 void note_call(ThreadChoice *choice, uint64_t kind, double seconds, double now);

@@ -159,11 +159,11 @@ void run_parallel(Workspace *work, Job job, void *context, const void *of, int c
         run_on(work, job, context, threads_of(work));
         return;
     }
-    double begin = seconds_now();
-    run_on(work, job, context, threads_of(work));
-    double end = seconds_now();
     uint64_t kind =
         ((uint64_t)(uintptr_t)job * 31 + (uint64_t)(uintptr_t)of) * 31 + (uint64_t)count;
+    double begin = seconds_now();
+    run_on(work, job, context, threads_for(&work->choice, kind));
+    double end = seconds_now();
     note_call(&work->choice, kind, end - begin, end);
 }
 

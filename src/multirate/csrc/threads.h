@@ -7,9 +7,9 @@
 
 typedef void (*Job)(Workspace *work, void *context, int thread, int threads);
 
-// Runs the job on threads_of(work) threads, or fewer if they cannot be started: the result does not
-// depend on their number. `of` (weights, for example) and `count` (of rows, for example) tell calls
-// of a job apart that take different times, see thread_choice.c.
+// Runs the job on threads_of(work) threads, on others in a trial, or on fewer if they cannot be
+// started: the result does not depend on their number. `of` (weights, for example) and `count` (of
+// rows, for example) tell calls of a job apart that take different times, see thread_choice.c.
 void run_parallel(Workspace *work, Job job, void *context, const void *of, int count);
 
 // 30 to 100 µs: longer than an idle machine's threads wait, and far shorter than the time that

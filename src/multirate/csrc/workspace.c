@@ -73,15 +73,15 @@ Workspace *mr_workspace_open(int threads) {
 }
 
 int mr_workspace_threads(const Workspace *work) {
-    return work->choice.in_use;
+    return threads_of(work);
 }
 
 void mr_note_call(Workspace *work, uint64_t kind, double seconds, double now) {
     note_call(&work->choice, kind, seconds, now);
 }
 
-int mr_next_threads(const Workspace *work) {
-    return threads_of(work);
+int mr_next_threads(Workspace *work, uint64_t kind) {
+    return threads_for(&work->choice, kind);
 }
 
 // In a process made by fork(): another thread may have been using it, and what it left is unknown.

@@ -61,9 +61,15 @@ struct Workspace {
 
 double seconds_now(void);
 
-// How many threads the next call uses.
+// How many threads calls use, apart from trials.
 static inline int threads_of(const Workspace *work) {
-    return work->choice.threads;
+    return work->choice.in_use;
+}
+
+// Trials included.
+static inline int most_threads_of(const Workspace *work) {
+    const ThreadChoice *choice = &work->choice;
+    return choice->threads > choice->in_use ? choice->threads : choice->in_use;
 }
 
 // `old` (from here, or NULL) if it has room for `want` bytes, else zeroed memory in its place.

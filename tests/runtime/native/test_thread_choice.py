@@ -54,7 +54,7 @@ def tokens_in(
     kernel = library.kernel()
     while now < began + seconds:
         for kind in STEP:
-            took = machine.call(kind, kernel.mr_next_threads(workspace.address), draw)
+            took = machine.call(kind, kernel.mr_next_threads(workspace.address, kind), draw)
             now += took
             kernel.mr_note_call(workspace.address, kind, took, now)
         steps += 1

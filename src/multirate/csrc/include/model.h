@@ -179,9 +179,9 @@ Workspace *mr_workspace_open(int threads); // NULL: no memory
 void mr_workspace_set_threads(Workspace *work, int threads, int fixed);
 int mr_workspace_threads(const Workspace *work); // in use, apart from trials
 // For tests of thread_choice.c: a call of `kind` took `seconds` and ended at `now`; how many
-// threads the next call uses (perhaps in a trial).
+// threads the next one of `kind` uses (perhaps in a trial).
 void mr_note_call(Workspace *work, uint64_t kind, double seconds, double now);
-int mr_next_threads(const Workspace *work);
+int mr_next_threads(Workspace *work, uint64_t kind);
 void mr_workspace_after_fork(Workspace *work);
 void mr_workspace_close(Workspace *work);
 // Seconds that its calls have spent so far; to [SPENT_KINDS]. Drafting; verification and plain

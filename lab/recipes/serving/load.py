@@ -14,6 +14,7 @@ import hashlib
 import ipaddress
 import itertools
 import json
+import random
 import statistics
 import threading
 import time
@@ -32,6 +33,7 @@ lock = threading.Lock()
 @events.init_command_line_parser.add_listener
 def options(parser: Any) -> None:
     parser.add_argument("--questions", help="JSONL with `turns` or `question`")
+    parser.add_argument("--first", type=int, default=0, help="Ask the questions from this one on")
     parser.add_argument("--requests", type=int, default=32, help="How many requests in total")
     parser.add_argument("--max-tokens", type=int, default=128, help="Of each answer")
     parser.add_argument("--model-name", default="", help="For servers that insist on one")
@@ -46,6 +48,7 @@ def begin(environment: Environment, **_: Any) -> None:
         raise SystemExit(f"--host is {given.host!r}; accepted: an address of this machine")
     lines = [json.loads(line) for line in Path(given.questions).read_text("utf-8").splitlines()]
     questions = [line["turns"][0] if "turns" in line else line["question"] for line in lines]
+    random.Random(0).shuffle(questions)  # files have one kind after the other
     state.update(questions=questions, next=0, done=[], idle=0, begin=None, end=None, errors=[])
 
 
@@ -64,7 +67,8 @@ class Client(HttpUser):
                 raise StopUser
             state["next"] += 1
             state["begin"] = state["begin"] or time.perf_counter()
-        question = state["questions"][number % len(state["questions"])]
+        place = (given.first + number) % len(state["questions"])
+        question = state["questions"][place]
         body = {
             "messages": [{"role": "user", "content": question}],
             "max_tokens": given.max_tokens,

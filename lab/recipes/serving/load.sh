@@ -1,16 +1,17 @@
 #!/usr/bin/env bash
-# The same questions from 1, 2, 4, 8 and 16 clients at a time: multirate with and without drafts and,
-# where LLAMA_SERVER names llama.cpp's llama-server, that one beside it. Ten minutes of an idle
-# machine with two cores.
+# Questions from 1, 2, 4, 8 and 16 clients at a time, the same ones to every server and other ones at
+# every level: multirate with and without drafts, with the accelerator that ACCELERATOR names, and
+# llama.cpp, where LLAMA_SERVER names its llama-server. Twenty minutes of an idle machine with two
+# cores.
 #
 #   LLAMA_SERVER=/path/to/llama-server bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving
 #
 # Run it in the root of the repository, with 'multirate[serve]' and locust installed. EVAL: a folder
-# with mt_bench/question.jsonl. Writes OUT/serving_load.json. At every level the servers take turns;
-# the one that is not asked is idle.
+# with spec_bench/question.jsonl. Writes OUT/serving_load.json. At every level the servers take turns;
+# the ones that are not asked are idle.
 set -euo pipefail
 MODEL=$1 EVAL=$2 OUT=$3
-LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-32} TOKENS=${TOKENS:-128}
+LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-64} TOKENS=${TOKENS:-128}
 mkdir -p "$OUT"
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 multirate serve "$MODEL" --port 8301 2> "$OUT/multirate.log" &
@@ -27,13 +28,15 @@ fi
 for server in $SERVERS; do
     until curl -sf "http://127.0.0.1:${server#*=}/health" > /dev/null; do sleep 1; done
 done
+first=0
 for clients in $LEVELS; do
     for server in $SERVERS; do
         locust -f lab/recipes/serving/load.py --headless --only-summary --users "$clients" \
             --spawn-rate 100 --host "http://127.0.0.1:${server#*=}" --requests "$REQUESTS" \
-            --questions "$EVAL/mt_bench/question.jsonl" --max-tokens "$TOKENS" \
+            --questions "$EVAL/spec_bench/question.jsonl" --first "$first" --max-tokens "$TOKENS" \
             --out "$OUT/${server%=*}-$clients.json" > "$OUT/locust.log" 2>&1
     done
+    first=$((first + REQUESTS))
 done
 python - "$OUT" <<'EOF'
 import json
@@ -46,10 +49,10 @@ rows = [
     for path in out.glob("*-*.json")
 ]
 rows.sort(key=lambda row: (row["clients"], row["server"]))
-texts = {}
+plain = {row["clients"]: row["texts"] for row in rows if row["server"] == "plain"}
 for row in rows:
-    known = texts.setdefault(row["server"], row["texts"])
-    row["other_texts"] = sum(a != b for a, b in zip(row.pop("texts"), known, strict=True))
+    same = plain[row["clients"]]
+    row["other_texts"] = sum(a != b for a, b in zip(row.pop("texts"), same, strict=True))
     print(row["clients"], row["server"], row["tokens_per_second"], "tokens/s")
 (out / "serving_load.json").write_text(json.dumps(rows, indent=1) + "\n")
 EOF

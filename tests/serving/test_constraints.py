@@ -50,6 +50,8 @@ def test_the_order_of_questions_does_not_matter(constraint: Constraint, text: st
         if draw.random() < 0.5:  # a draft that may leave the grammar
             new = new + [draw.choice([*right, draw.randrange(len(WORDS))]) for _ in range(3)]
         fresh = Constrained(GRAMMARS.matcher(constraint), len(PROMPT))
+        if draw.random() < 0.3:
+            assert one.forced([*PROMPT, *new]) == fresh.forced([*PROMPT, *new])
         assert mask(one, new) == mask(fresh, new)
 
 
@@ -60,6 +62,31 @@ def test_only_what_the_grammar_admits_may_follow(constraint: Constraint, text: s
         may = mask(processor, right[:count])
         assert may[token] and not all(may)
     assert not mask(processor, [])[END]
+
+
+def test_what_is_forced_is_all_that_may_follow() -> None:
+    schema = {"type": "object", "properties": {"colour": {"const": "blue"}}, "required": ["colour"]}
+    form = Constraint("regex", r'\{"colour": "[a-z]{2}", "n": 1\}', "regex")
+    processor = Constrained(GRAMMARS.matcher(form), len(PROMPT))
+    begin = tokens('{"colour": "', end=False)
+    assert processor.forced(PROMPT) == begin
+    assert processor.forced([*PROMPT, *begin]) == []
+    rest = tokens('", "n": 1}', end=False)
+    new = [*begin, *tokens("ab", end=False)]
+    assert processor.forced([*PROMPT, *new])[: len(rest)] == rest
+    for token in rest:
+        may = mask(processor, new)
+        assert may[token]
+        new.append(token)
+    assert processor.forced([*PROMPT, *tokens("nonsense", end=False)]) == []
+    loose = Constrained(GRAMMARS.matcher(Constraint("json", schema, "schema")), len(PROMPT))
+    assert loose.forced(PROMPT)  # the brace
+
+
+def test_nothing_is_forced_within_a_thought() -> None:
+    close = tokens("!", end=False)[0]
+    processor = Constrained(GRAMMARS.matcher(CONSTRAINTS[3][0]), len(PROMPT), after=close)
+    assert processor.forced([*PROMPT, *tokens("hm", end=False)]) == []
 
 
 def test_a_random_text_within_a_schema_is_json_that_fits_it() -> None:

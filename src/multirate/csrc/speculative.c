@@ -70,14 +70,17 @@ static int accepted_path(Workspace *work, SpeculativeStep *step, const Verified 
     return length;
 }
 
-// Without the branch: what the text's last tokens were followed by before is the draft.
+// Without the branch: what must follow, or what the text's last tokens were followed by before.
 static int draft_from_text(SpeculativeStep *step) {
     const Branch *branch = step->branch;
     const DraftLimits *limits = step->limits;
     Text *text = &step->text;
     int most = limits->deepest, d = branch->shape->hidden;
-    text->matched = mr_look_up(text, 0, limits->ngram.longest, most, step->tokens);
-    int n = text->matched ? most : 0;
+    if (step->forced)
+        memcpy(step->tokens, step->forced, (size_t)most * sizeof *step->forced);
+    else
+        text->matched = mr_look_up(text, 0, limits->ngram.longest, most, step->tokens);
+    int n = step->forced || text->matched ? most : 0;
     for (int i = 0; i < n; i++) {
         step->parents[i] = i;
         if (step->confidence)

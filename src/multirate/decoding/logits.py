@@ -54,6 +54,10 @@ class SamplingSettings:
     """Further changes to the logits, after the repetition penalty. processors(n) returns them for a
     prompt of n tokens.
     """
+    forced: Callable[[Sequence[int]], Sequence[int]] | None = None
+    """forced(tokens) returns what must follow these tokens of prompt and answer, as far as that is
+    known: drafts for steps that verify drafts. Processors decide what is allowed.
+    """
 
     def __post_init__(self) -> None:
         _require_number(

@@ -109,6 +109,24 @@ class Sampler:
         """
         return any(self._sequences[b].settings.uses_context for b in seqs)
 
+    def forced(self, seqs: Sequence[int]) -> dict[int, list[int]]:
+        """What must follow the tokens of these sequences, where something must."""
+        found = {}
+        for b in seqs:
+            forced = self._sequences[b].settings.forced
+            if forced is None:
+                continue
+            try:
+                tokens = list(forced(self.tokens[b]))
+            except Exception as error:
+                if not self.isolates:
+                    raise
+                self.failed.setdefault(b, error)
+                continue
+            if tokens:
+                found[b] = tokens
+        return found
+
     def noises(self, seqs: Sequence[int], ahead: Sequence[int]) -> list[Noise] | None:
         """The noise that is added to the logits before their argmax is taken: for seqs[i], of the
         token ahead[i] places after the next one (0: the next one). None: all are greedy.

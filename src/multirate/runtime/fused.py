@@ -122,6 +122,10 @@ class Growth:
     """The chance for the next level of the branch's own draft."""
     own: bool = True
     """False: the draft is `deepest` tokens of the text's continuation, 0 for a plain step."""
+    forced: Sequence[int] | None = None
+    """Without a branch, or with `own` False: these tokens are the draft, in the place of the text's
+    continuation.
+    """
 
 
 @dataclass(frozen=True)

@@ -108,14 +108,25 @@ class Constrained:
         self._taken: list[int] = []
 
     def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        new: list[int] = ids[0, self._prompt :].tolist()
-        if self._after is not None:
-            if self._after not in new:
-                return scores
-            new = new[new.index(self._after) + 1 :]
+        new = self._since_begin(ids[0, self._prompt :].tolist())
+        if new is None:
+            return scores
         if not self._follow(new):
             return scores  # a draft that left the grammar: nothing is emitted after it
         return scores.masked_fill(~self._allowed(scores), -torch.inf)
+
+    def forced(self, tokens: Sequence[int]) -> list[int]:
+        """What must follow prompt and answer, in the tokenizer's usual tokens."""
+        new = self._since_begin(list(tokens[self._prompt :]))
+        if new is None or not self._follow(new) or self._matcher.is_stopped():
+            return []
+        return list(self._matcher.compute_ff_tokens())
+
+    def _since_begin(self, new: list[int]) -> list[int] | None:
+        """The answer's tokens from where the grammar begins; None: it has not begun."""
+        if self._after is None:
+            return new
+        return new[new.index(self._after) + 1 :] if self._after in new else None
 
     def _follow(self, new: list[int]) -> bool:
         """Takes the matcher to the end of these tokens; returns whether the grammar admits them."""

@@ -157,13 +157,17 @@ class Choosing:
             more.append(self._bias)
         if self._frequency or self._presence:
             more.append(_Penalties(len(prompt), self._frequency, self._presence))
+        forced = None
         if self._matcher is not None:
             after = self._end_of_thought(prompt)
-            more.append(Constrained(self._matcher.deep_copy(), len(prompt), after))
+            constrained = Constrained(self._matcher.deep_copy(), len(prompt), after)
+            more.append(constrained)
+            forced = constrained.forced
         if not more:
             return self._own
         fields = {name: getattr(self._own, name) for name in (*_FIELDS,)}
-        return SamplingSettings(**fields, processors=_chained(self._own.processors, more))
+        processors = _chained(self._own.processors, more)
+        return SamplingSettings(**fields, processors=processors, forced=forced)
 
     def _end_of_thought(self, prompt: Sequence[int]) -> int | None:
         """The token after which a grammar begins, where the prompt opens a thought."""

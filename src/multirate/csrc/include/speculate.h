@@ -136,6 +136,7 @@ typedef struct {
                             // best tokens' logits are rescored. NULL: they are not
     const Noise *noise;     // for the token after the last one. NULL: greedy
     const DraftLimits *limits;
+    const int64_t *forced;   // [limits->deepest] the draft, where the branch makes none; or NULL
     int32_t chooses;         // whether the tokens are the argmax, with or without noise
     int32_t length;          // committed tokens
     int32_t first, backfill; // of ids from `first` on, so many pending tokens fill the block, at

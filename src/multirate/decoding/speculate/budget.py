@@ -158,16 +158,18 @@ class BudgetPolicy:
         nodes: int = 0,
         matched: int = 0,
         draft_seconds: float | None = None,
+        own: bool = True,
     ) -> None:
         """Records one sequence's step: the tokens it emitted, the levels and nodes of its draft,
-        the seconds that drafting took (None: unknown), and the length of the text's longest match.
+        the length of the text's longest match, the seconds that drafting took (None: unknown), and
+        whether the draft was an own one if the step had such.
         """
         step = self._step
         step.draft_seconds = draft_seconds
         self._tokens += 1 + (tokens - 1) * self._ending_sooner(step.sequences)
         step.levels = max(step.levels, levels)
         step.nodes.append(nodes)
-        if step.plan.own:
+        if step.plan.own and own:
             self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
 
     def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:

@@ -216,6 +216,9 @@ class DraftRequest:
     """[max_nodes], not falling: the minimum chance of acceptance with which the n-th node is worth
     verifying; None: unknown, or the drafter adapts by itself.
     """
+    forced: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """The drafts of some sequences: what must follow their tokens. A drafter may draft otherwise.
+    """
     rests: bool = True
     """Whether a drafter that adapts may leave the step without a draft."""
 

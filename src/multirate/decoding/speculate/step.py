@@ -5,7 +5,7 @@ of the method.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -60,6 +60,7 @@ class SpeculativeStep(Step):
         self._adapts = False
         # match length by sequence in this step; empty if the policy did not plan it
         self._matched: dict[int, int] = {}
+        self._forced: Collection[int] = ()  # sequences whose draft is none of the drafter's
 
     def begin(self, session: Session, resumed: bool) -> None:
         if self._policy is not None:
@@ -132,15 +133,17 @@ class SpeculativeStep(Step):
         limits = [session.most_drafted(b) for b in seqs]
         fuses = self.watch is None
         self._matched, worth = {}, None
+        forced = session.sampler.forced([b for b, limit in zip(seqs, limits, strict=True) if limit])
         if self._policy is not None and self._adapts:
             worth = self._policy.thresholds(len(seqs))[1]
             behind = self.drafter.behind(seqs)
             matched = self.drafter.matched(seqs)
             self._matched = dict(zip(seqs, matched, strict=True))
+            self._forced = forced.keys()
             plan = self._policy.choose([(n, 0) for n in matched], max(limits), behind)
             if not plan.own:
-                limits = [0] * len(seqs)
-        request = DraftRequest(seqs, limits, session.sampler, worth, self._rests)
+                limits = [n if b in forced else 0 for b, n in zip(seqs, limits, strict=True)]
+        request = DraftRequest(seqs, limits, session.sampler, worth, forced, self._rests)
         if fuses and self._run_fused(session, request):
             return
         cache, stops = session.cache, session.stops
@@ -182,7 +185,8 @@ class SpeculativeStep(Step):
 
     def _tell_policy(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
         if self._policy is not None and seq in self._matched:
-            self._policy.emitted(emitted, levels, nodes, self._matched[seq])
+            own = seq not in self._forced
+            self._policy.emitted(emitted, levels, nodes, self._matched[seq], own=own)
 
     def _count_exits(self, session: Session, kept: int, unverified: int) -> None:
         """Counts `kept` emitted tokens, `unverified` of them accepted unverified."""

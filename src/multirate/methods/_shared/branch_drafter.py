@@ -236,7 +236,12 @@ class BranchDrafter(Drafter):
         growths: dict[int, Growth] = {}
         for part, plan in self._plans(request):
             for i, (seq, limit) in enumerate(part.pairs):
-                growths[seq] = self._growth(seq, limit, None if plan.own else plan.text[i])
+                forced = request.forced.get(seq)
+                growths[seq] = (
+                    Growth(0, deepest=min(len(forced), self._most, limit), own=False, forced=forced)
+                    if forced
+                    else self._growth(seq, limit, None if plan.own else plan.text[i])
+                )
         done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
             self._choice.learn_fused(seq, step)
@@ -285,11 +290,13 @@ class BranchDrafter(Drafter):
         made: dict[int, Draft] = {}
         drafted: list[int] = []
         for part, plan in self._plans(request):
-            if plan.own:
-                drafted += part.seqs
-            else:
-                for seq, count in zip(part.seqs, plan.text, strict=True):
-                    made[seq] = self._from_text(seq, count)
+            for i, (seq, limit) in enumerate(part.pairs):
+                if seq in request.forced:
+                    made[seq] = self._from_text(seq, min(self._most, limit))
+                elif plan.own:
+                    drafted.append(seq)
+                else:
+                    made[seq] = self._from_text(seq, plan.text[i])
         if drafted:
             part = request.part([list(request.seqs).index(seq) for seq in drafted])
             growing = [

@@ -115,6 +115,9 @@ class DraftChoice:
             ]
             plan = known.policy.choose(found, max(limits), behind, request.rests)
         self.drafted = self.drafted | set(seqs) if plan.own else self.drafted - set(seqs)
+        for seq in request.forced.keys() & set(seqs):
+            self.matches[seq] = Match(list(request.forced[seq]), 0)
+            self.drafted.discard(seq)
         return plan
 
     def _look_up(self, seq: int) -> Match:

@@ -103,7 +103,7 @@ class DraftEstimates:
         if self.policy is None:
             return
         levels = max(tree.depth[: tree.drafted + 1]) + 1 if own else 0
-        self.policy.emitted(len(emitted), levels, nodes, match.matched, draft_seconds)
+        self.policy.emitted(len(emitted), levels, nodes, match.matched, draft_seconds, own)
         if match.matched:
             best = tree.best and tree.best[0]
             self.continuations.observe_text(match.continuation, match.matched, emitted, best)

@@ -65,8 +65,12 @@ class TextDrafter(Drafter):
         drafts = []
         for b, limit in request.pairs:
             most = min(limit, self._most)
-            tokens, matched = self._texts[b].look_up(self._text(b), most)
-            draft = Draft.chain(tokens[: self._wanted(matched)])
+            if b in request.forced:
+                tokens = list(request.forced[b][:most])
+            else:
+                tokens, matched = self._texts[b].look_up(self._text(b), most)
+                tokens = tokens[: self._wanted(matched)]
+            draft = Draft.chain(tokens)
             draft.copied = range(1, len(draft.tokens) + 1)
             drafts.append(draft)
         return drafts
@@ -87,11 +91,17 @@ class TextDrafter(Drafter):
         for seq in seqs:
             if seq not in fused:
                 fused.enter(seq, sampler.tokens[seq][-1:], text=self._text(seq))
-        return fused.run(seqs, [self._growth(fused, seq, limit) for seq, limit in request.pairs])
+        forced = request.forced
+        growths = [
+            self._growth(fused, seq, limit, forced.get(seq, ())) for seq, limit in request.pairs
+        ]
+        return fused.run(seqs, growths)
 
-    def _growth(self, fused: FusedSequences, seq: int, limit: int) -> Growth:
-        """How far the text is followed, at most `limit` tokens."""
+    def _growth(self, fused: FusedSequences, seq: int, limit: int, forced: Sequence[int]) -> Growth:
+        """How far the text is followed, at most `limit` tokens, if nothing is forced."""
         most = min(limit, self._most)
+        if forced:
+            return Growth(min(len(forced), most), forced=forced)
         if self._length is not None and most:
             most = min(most, self._wanted(fused.look_up(seq, most)[1]))
         return Growth(most)

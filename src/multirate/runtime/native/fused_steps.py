@@ -181,7 +181,10 @@ class FusedSteps:
         if self._backfill:
             self._take_back() if branch else self._set_aside(self.entered)
         self._take_noise()
-        self._read = growth, draft_threshold, verify_threshold  # the kernel reads them by address
+        forced = None if growth.forced is None else np.array(growth.forced, np.int64)
+        self.step.forced = abi.NULL if forced is None else abi.longs(forced)
+        # the kernel reads them by address
+        self._read = growth, draft_threshold, verify_threshold, forced
         self.step.first = 0 if self._backfill and branch else self.entered - 1
         self.step.backfill = self.entered - 1 - self.step.first
 

@@ -1,0 +1,88 @@
+"""`multirate serve` under load."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from render.common import Section, command, load, machine, sources, table
+
+SERVERS = {
+    "llama.cpp": "llama.cpp's `llama-server`",
+    "plain": "multirate without drafts",
+    "multirate": "multirate (text lookup)",
+    "accelerator": "multirate (M2R2 + text lookup)",
+}
+
+
+def under_load() -> Section:
+    names = "serving_load", "serving_load_q4_0"
+    first, other = (load(name) for name in names)
+    return Section(
+        "Server under load",
+        [
+            f"SmolLM2's Q4_1 file, {machine(first)}, 2 threads, which the clients share. So many "
+            "clients ask 64 questions of Spec-Bench (280 tokens on average; other ones at every "
+            "level), up to 128 tokens each, streamed, greedily. In brackets: over llama-server, "
+            "with the defaults and 16 slots, of the sources that llama-cpp-python 0.3.36 ships.",
+            _speeds(first),
+            "llama.cpp reads prompts of Q4_1 files slowly. With a file in Q4_0, which it is "
+            "fastest with (32 questions):",
+            _speeds(other),
+            "Seconds to the first token (median, 99th percentile), and the longest pause of any "
+            "stream, with Q4_1:",
+            _waits(first),
+            "No request failed. The texts with drafts are those without, all "
+            f"{_answers(first)} of them.",
+            command(
+                "LLAMA_SERVER=llama-server ACCELERATOR=src/multirate/reference/smollm2/m2r2-carry \\",
+                "    bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving",
+            ),
+            sources(*names),
+        ],
+    )
+
+
+def _levels(run: dict[str, Any]) -> list[int]:
+    return sorted({row["clients"] for row in run["rows"]})
+
+
+def _row(run: dict[str, Any], server: str, clients: int) -> dict[str, Any]:
+    rows = [r for r in run["rows"] if (r["server"], r["clients"]) == (server, clients)]
+    found: dict[str, Any] = rows[0]
+    return found
+
+
+def _servers(run: dict[str, Any]) -> list[str]:
+    there = {row["server"] for row in run["rows"]}
+    return [server for server in SERVERS if server in there]
+
+
+def _speeds(run: dict[str, Any]) -> str:
+    lines = []
+    for server in _servers(run):
+        cells = []
+        for clients in _levels(run):
+            speed = _row(run, server, clients)["tokens_per_second"]
+            ratio = speed / _row(run, "llama.cpp", clients)["tokens_per_second"]
+            cells.append(f"{speed:.0f} ({ratio:.1f}x)" if server != "llama.cpp" else f"{speed:.0f}")
+        lines.append((SERVERS[server], *cells))
+    return table(("tokens/s, clients:", *map(str, _levels(run))), lines)
+
+
+def _waits(run: dict[str, Any]) -> str:
+    lines = []
+    for server in _servers(run):
+        cells = []
+        for clients in _levels(run):
+            row = _row(run, server, clients)
+            first = f"{row['first_token_p50']:.2f}, {row['first_token_p99']:.1f}"
+            cells.append(f"{first}; {row['between_pieces_most']:.1f}")
+        lines.append((SERVERS[server], *cells))
+    return table(("clients:", *map(str, _levels(run))), lines)
+
+
+def _answers(run: dict[str, Any]) -> int:
+    ours = [row for row in run["rows"] if row["server"] in ("multirate", "accelerator")]
+    assert all(not row["other_texts"] for row in ours), "texts differ"
+    assert all(not row["errors"] for row in run["rows"]), "requests failed"
+    return sum(row["answers"] for row in ours)

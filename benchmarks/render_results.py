@@ -11,7 +11,16 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
-from render import dynamic, engine, experts, lossless, readme, suites, training  # beside this file
+from render import (  # beside this file
+    dynamic,
+    engine,
+    experts,
+    lossless,
+    readme,
+    serving,
+    suites,
+    training,
+)
 from render.common import DOCS, RESULTS, ROOT
 
 BEGIN, END = "<!-- results: benchmarks/render_results.py -->", "<!-- /results -->"
@@ -23,6 +32,7 @@ SECTIONS = (
     suites.published,
     lossless.other_engines,
     lossless.newer_processor,
+    serving.under_load,
     training.layerskip,
     dynamic.dynamic_compute,
     dynamic.exit_signals,

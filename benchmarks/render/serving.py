@@ -25,8 +25,8 @@ def under_load() -> Section:
             "level), up to 128 tokens each, streamed, greedily. In brackets: over llama-server, "
             "with the defaults and 16 slots, of the sources that llama-cpp-python 0.3.36 ships.",
             _speeds(first),
-            "llama.cpp reads prompts of Q4_1 files slowly. With a file in Q4_0, which it is "
-            "fastest with (32 questions):",
+            "llama.cpp reads prompts of Q4_1 files slowly. With a file in Q4_0, for which it has a "
+            "faster kernel (32 questions):",
             _speeds(other),
             "Seconds to the first token (median, 99th percentile), and the longest pause of any "
             "stream, with Q4_1:",
@@ -34,8 +34,9 @@ def under_load() -> Section:
             "No request failed. The texts with drafts are those without, all "
             f"{_answers(first)} of them.",
             command(
-                "LLAMA_SERVER=llama-server ACCELERATOR=src/multirate/reference/smollm2/m2r2-carry \\",
-                "    bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving",
+                "export LLAMA_SERVER=llama-server",
+                "export ACCELERATOR=src/multirate/reference/smollm2/m2r2-carry",
+                "bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving",
             ),
             sources(*names),
         ],

@@ -38,21 +38,4 @@ for clients in $LEVELS; do
     done
     first=$((first + REQUESTS))
 done
-python - "$OUT" <<'EOF'
-import json
-import sys
-from pathlib import Path
-
-out = Path(sys.argv[1])
-rows = [
-    {"server": path.stem.rsplit("-", 1)[0], **json.loads(path.read_text())}
-    for path in out.glob("*-*.json")
-]
-rows.sort(key=lambda row: (row["clients"], row["server"]))
-plain = {row["clients"]: row["texts"] for row in rows if row["server"] == "plain"}
-for row in rows:
-    same = plain[row["clients"]]
-    row["other_texts"] = sum(a != b for a, b in zip(row.pop("texts"), same, strict=True))
-    print(row["clients"], row["server"], row["tokens_per_second"], "tokens/s")
-(out / "serving_load.json").write_text(json.dumps(rows, indent=1) + "\n")
-EOF
+python "$(dirname "$0")/gather.py" "$OUT" --argv "$0" "$@"

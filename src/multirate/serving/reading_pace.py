@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SECONDS = 0.08
+_SECONDS = 0.06
 """How long others' streams may wait for a piece of a prompt; a step comes on top."""
 _ALONE_SECONDS = 0.16
 """The same if nobody else decodes: as long as a request that comes may wait."""

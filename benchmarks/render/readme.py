@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from render import serving
 from render.common import load, processor, same_text, table, times
 
 M2R2_OWN = "m2r2-carry:lookup=0"
@@ -36,5 +37,7 @@ def block() -> list[str]:
         f"{processor(run)}, {str(run['date'])[:10]}, greedy, up to {run['max_new_tokens']} tokens. "
         "Same text: as row 4. Reproduce: "
         "`bash lab/recipes/smollm2/quantised.sh EVAL runs/quantised`. "
-        "[All results](lab/results/README.md).",
+        "[All results](lab/results/README.md). As a server, with 1 to 16 clients: "
+        f"{serving.over_llama()} times as many tokens/s as "
+        "[llama-server](lab/results/README.md#server-under-load).",
     ]

@@ -87,3 +87,14 @@ def _answers(run: dict[str, Any]) -> int:
     assert all(not row["other_texts"] for row in ours), "texts differ"
     assert all(not row["errors"] for row in run["rows"]), "requests failed"
     return sum(row["answers"] for row in ours)
+
+
+def over_llama() -> str:
+    """The least and the most of the default method's ratios to llama-server."""
+    run = load("serving_load")
+    ratios = [
+        _row(run, "multirate", clients)["tokens_per_second"]
+        / _row(run, "llama.cpp", clients)["tokens_per_second"]
+        for clients in _levels(run)
+    ]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"

@@ -38,6 +38,7 @@ def block() -> list[str]:
         "Same text: as row 4. Reproduce: "
         "`bash lab/recipes/smollm2/quantised.sh EVAL runs/quantised`. "
         "[All results](lab/results/README.md). As a server, with 1 to 16 clients: "
-        f"{serving.over_llama()} times as many tokens/s as "
-        "[llama-server](lab/results/README.md#server-under-load).",
+        f"{serving.over_llama('serving_load')} times as many tokens/s as "
+        "[llama-server](lab/results/README.md#server-under-load), "
+        f"{serving.over_llama('serving_load_q4_0')} with a Q4_0 file.",
     ]

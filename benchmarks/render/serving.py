@@ -89,9 +89,9 @@ def _answers(run: dict[str, Any]) -> int:
     return sum(row["answers"] for row in ours)
 
 
-def over_llama() -> str:
-    """The least and the most of the default method's ratios to llama-server."""
-    run = load("serving_load")
+def over_llama(name: str) -> str:
+    """The least and the most of the default method's ratios to llama-server, in a file."""
+    run = load(name)
     ratios = [
         _row(run, "multirate", clients)["tokens_per_second"]
         / _row(run, "llama.cpp", clients)["tokens_per_second"]

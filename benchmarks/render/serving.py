@@ -20,13 +20,14 @@ def under_load() -> Section:
     return Section(
         "Server under load",
         [
-            f"SmolLM2's Q4_1 file, {machine(first)}, 2 threads, which the clients share. So many "
-            "clients ask 64 questions of Spec-Bench (280 tokens on average; other ones at every "
-            "level), up to 128 tokens each, streamed, greedily. In brackets: over llama-server, "
-            "with the defaults and 16 slots, of the sources that llama-cpp-python 0.3.36 ships.",
+            f"SmolLM2's Q4_1 file, {machine(first)}, 2 threads, which the clients share. The given "
+            "number of clients ask 64 questions of Spec-Bench (280 tokens on average; other ones "
+            "at every level), up to 128 tokens each, streamed, greedily. In brackets: speed "
+            "relative to llama-server (16 slots, else its defaults), built from the sources that "
+            "llama-cpp-python 0.3.36 ships.",
             _speeds(first),
-            "llama.cpp reads prompts of Q4_1 files slowly. With a file in Q4_0, for which it has a "
-            "faster kernel (32 questions):",
+            "llama.cpp processes prompts slowly with Q4_1. With a file in Q4_0, for which it has a "
+            'faster kernel (`LEVELS="1 8" REQUESTS=32`):',
             _speeds(other),
             "Seconds to the first token (median, 99th percentile), and the longest pause of any "
             "stream, with Q4_1:",

@@ -258,3 +258,19 @@ def test_continuations_rest_after_short_matches_that_never_held() -> None:
         )
         now += COSTS.verify_seconds(1 + NODES * stream)
     assert drafted[1] > 80 and drafted[0] < 20
+
+
+def test_steps_whose_drafts_are_forced_tell_nothing_of_own_drafts() -> None:
+    """Their drafts are free and all accepted; own ones beside them stay what they are: useless."""
+    now, own = 0.0, [0, 0]
+    policy = BudgetPolicy(COSTS, NODES, clock=lambda: now)
+    for step in range(600):
+        forced = step % 2 == 0
+        policy.thresholds()
+        stream = policy.choose([(0, 0)], own=not forced).own
+        own[forced] += stream
+        nodes = NODES if forced or stream else 0
+        policy.emitted(1 + NODES * forced, stream, nodes, own=not forced)
+        drafting = COSTS.draft_fixed + COSTS.draft_step if stream else 0.0
+        now += COSTS.verify_seconds(1 + nodes) + drafting
+    assert not own[True] and own[False] < 60

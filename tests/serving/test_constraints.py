@@ -64,7 +64,7 @@ def test_only_what_the_grammar_admits_may_follow(constraint: Constraint, text: s
     assert not mask(processor, [])[END]
 
 
-def test_what_is_forced_is_all_that_may_follow() -> None:
+def test_what_is_forced_is_the_text_that_must_follow() -> None:
     schema = {"type": "object", "properties": {"colour": {"const": "blue"}}, "required": ["colour"]}
     form = Constraint("regex", r'\{"colour": "[a-z]{2}", "n": 1\}', "regex")
     processor = Constrained(GRAMMARS.matcher(form), len(PROMPT))

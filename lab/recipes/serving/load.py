@@ -1,11 +1,11 @@
-"""A load test of OpenAI-compatible servers, for locust: so many clients ask the same questions in
-the same order, each the next one as soon as it has an answer, and read the streamed answers.
+"""A load test of OpenAI-compatible servers, for locust: the clients ask questions in a fixed order,
+each the next one as soon as it has an answer, and read the streamed answers.
 
     locust -f load.py --headless --users 4 --spawn-rate 100 --host http://127.0.0.1:8000 \\
         --questions question.jsonl --requests 32 --max-tokens 128 --out result.json
 
 Writes one JSON object: tokens per second over all clients, times to the first token and between
-pieces, errors, and a hash of each answer. Only servers on this machine.
+pieces, errors, and a hash of each answer (null: there is none). Only servers on this machine.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def write(environment: Environment, **_: Any) -> None:
     tokens = sum(usage["completion_tokens"] for *_, usage in done)
     first = [pieces[0] - sent for _, sent, pieces, *_ in done if pieces]
     gaps = [b - a for _, _, pieces, *_ in done for a, b in itertools.pairwise(pieces)]
+    texts = {number: hashlib.sha256(text.encode()).hexdigest()[:12] for number, *_, text, _ in done}
     result = {
         "clients": given.num_users,
         "answers": len(done),
@@ -120,7 +121,7 @@ def write(environment: Environment, **_: Any) -> None:
         "first_token_p99": _percentile(first, 99),
         "between_pieces_p99": _percentile(gaps, 99),
         "between_pieces_most": round(max(gaps, default=0.0), 4),
-        "texts": [hashlib.sha256(text.encode()).hexdigest()[:12] for *_, text, _ in done],
+        "texts": [texts.get(number) for number in range(given.requests)],
     }
     text = json.dumps(result)
     print(text)

@@ -13,6 +13,7 @@ set -euo pipefail
 MODEL=$1 EVAL=$2 OUT=$3
 LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-64} TOKENS=${TOKENS:-128}
 mkdir -p "$OUT"
+rm -f "$OUT"/*-*.json
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 multirate serve "$MODEL" --port 8301 2> "$OUT/multirate.log" &
 multirate serve "$MODEL" --port 8302 --method autoregressive 2> "$OUT/plain.log" &

@@ -44,6 +44,7 @@ def body(number: int, stream: bool) -> dict[str, Any]:
 class Soak:
     def __init__(self, client: httpx.AsyncClient, requests: int, leaving: float) -> None:
         self.client, self.left, self.leaving = client, requests, leaving
+        self.until = float("inf")
         self.known: dict[int, str] = {}
         self.seen: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -56,7 +57,7 @@ class Soak:
             self.known[number] = answer.json()["choices"][0]["text"]
 
     async def ask(self, rng: random.Random) -> None:
-        while self.left > 0:
+        while self.left > 0 and time.monotonic() < self.until:
             self.left -= 1
             number = rng.randrange(QUESTIONS)
             leaves = rng.random() < self.leaving
@@ -116,6 +117,7 @@ async def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--pid", type=int, required=True)
     parser.add_argument("--requests", type=int, default=10000)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="At most")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--leaving", type=float, default=0.3, help="Share of clients that leave")
     parser.add_argument("--growth", type=float, default=0.05, help="Of the memory, at most")
@@ -126,8 +128,9 @@ async def main() -> int:
         soak, begin = Soak(client, given.requests // 10, given.leaving), time.monotonic()
         await soak.alone()
         memory = []
-        for part in (given.requests // 10, given.requests - given.requests // 10):
-            soak.left = part
+        for share in (0.1, 0.9):
+            soak.left = round(given.requests * share)
+            soak.until = time.monotonic() + given.seconds * share
             await asyncio.gather(*(soak.ask(random.Random(n)) for n in range(given.clients)))
             while await running(client):
                 await asyncio.sleep(0.1)

@@ -116,7 +116,9 @@ class Constrained:
         return scores.masked_fill(~self._allowed(scores), -torch.inf)
 
     def forced(self, tokens: Sequence[int]) -> list[int]:
-        """What must follow prompt and answer, in the tokenizer's usual tokens."""
+        """The tokens that the tokenizer makes of the text that must follow. The grammar may admit
+        other tokens for the same text.
+        """
         new = self._since_begin(list(tokens[self._prompt :]))
         if new is None or not self._follow(new) or self._matcher.is_stopped():
             return []

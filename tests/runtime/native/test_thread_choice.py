@@ -103,3 +103,33 @@ def test_one_thread_is_the_least() -> None:
     workspace = library.Workspace(1)
     tokens_in(Machine([0.004]), 2.0, 0, workspace, 100.0)
     assert workspace.threads == 1
+
+
+def test_a_trial_takes_no_calls_of_unknown_kinds() -> None:
+    workspace, draw, now = library.Workspace(2), np.random.default_rng(0), 100.0
+    kernel, address, trials = library.kernel(), workspace.address, 0
+    for unknown in range(1000, 6000):
+        for kind in STEP:
+            took = IDLE.call(kind, kernel.mr_next_threads(address, kind), draw)
+            now += took
+            kernel.mr_note_call(address, kind, took, now)
+        trials += kernel.mr_next_threads(address, LAYERS) != workspace.threads
+        assert kernel.mr_next_threads(address, unknown) == workspace.threads
+    assert trials > 10
+
+
+def test_the_more_frequent_of_two_kinds_in_one_place_is_known() -> None:
+    def place(kind: int) -> int:  # usual_time in thread_choice.c
+        return (kind * 0x9E3779B97F4A7C15 % 2**64) >> 58
+
+    rare = next(kind for kind in range(1000, 9000) if place(kind) == place(LAYERS))
+    workspace, draw, now = library.Workspace(2), np.random.default_rng(0), 100.0
+    kernel, address = library.kernel(), workspace.address
+    slow = Machine([0.004, 0.008])
+    for _ in range(400):
+        for kind in (LAYERS, LAYERS, LAYERS, rare):
+            threads = kernel.mr_next_threads(address, kind)
+            took = slow.call(LAYERS, threads, draw)
+            now += took
+            kernel.mr_note_call(address, kind, took, now)
+    assert workspace.threads == 1

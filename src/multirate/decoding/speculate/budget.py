@@ -210,6 +210,7 @@ class BudgetPolicy:
         remaining: int = _HORIZON,
         behind: int = 0,
         rests: bool = True,
+        own: bool = True,
     ) -> Plan:
         """What the step that `thresholds` began drafts with.
 
@@ -218,6 +219,7 @@ class BudgetPolicy:
         remaining: tokens still to come.
         behind: rows that own drafts would have to catch up on first.
         rests: whether the step may be plain.
+        own: whether own drafts are possible.
         """
         lengths, text = [], 0.0
         for matched, most in matches:
@@ -225,19 +227,21 @@ class BudgetPolicy:
             text += gain
             lengths.append(length)
         text *= self._ending_sooner(len(matches))
-        own = self._own_gain([matched for matched, _ in matches])
+        gain = self._own_gain([matched for matched, _ in matches])
         refresh = behind * self._refresh_row
         enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
-        chosen = own - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
-        self._worth_it = chosen
+        chosen = gain - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
+        if own:
+            self._worth_it = chosen
         # the costs are of one sequence; a batch first times plain steps to compare with
         unknown = rests and self._timed and len(matches) > 1
-        if remaining < 1 or (unknown and self._pace.plain_steps < _TRIED_PLAIN):
+        timing = unknown and self._pace.plain_steps < _TRIED_PLAIN
+        if not own or remaining < 1 or timing:
             chosen = False  # at 0 the step's own token is the last one
         elif not rests and not any(lengths):
             chosen = True
         elif not chosen:
-            loss = max(text - own, 0.0) * self._per_token + refresh
+            loss = max(text - gain, 0.0) * self._per_token + refresh
             again = self._look_again and not any(lengths)
             # a loss above the most credit may be a wrong guess: it is tried once, as a debt
             if again or loss <= self._credit or self._credit >= self._most_credit:

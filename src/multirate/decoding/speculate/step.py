@@ -140,7 +140,8 @@ class SpeculativeStep(Step):
             matched = self.drafter.matched(seqs)
             self._matched = dict(zip(seqs, matched, strict=True))
             self._forced = forced.keys()
-            plan = self._policy.choose([(n, 0) for n in matched], max(limits), behind)
+            free = len(forced) < len(seqs)
+            plan = self._policy.choose([(n, 0) for n in matched], max(limits), behind, own=free)
             if not plan.own:
                 limits = [n if b in forced else 0 for b, n in zip(seqs, limits, strict=True)]
         request = DraftRequest(seqs, limits, session.sampler, worth, forced, self._rests)

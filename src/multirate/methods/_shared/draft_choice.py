@@ -113,7 +113,8 @@ class DraftChoice:
             found = [
                 (self.matches[seq].matched, count) for seq, count in zip(seqs, most, strict=True)
             ]
-            plan = known.policy.choose(found, max(limits), behind, request.rests)
+            free = any(seq not in request.forced for seq in seqs)
+            plan = known.policy.choose(found, max(limits), behind, request.rests, own=free)
         self.drafted = self.drafted | set(seqs) if plan.own else self.drafted - set(seqs)
         for seq in request.forced.keys() & set(seqs):
             self.matches[seq] = Match(list(request.forced[seq]), 0)

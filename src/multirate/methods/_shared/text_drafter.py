@@ -98,7 +98,7 @@ class TextDrafter(Drafter):
         return fused.run(seqs, growths)
 
     def _growth(self, fused: FusedSequences, seq: int, limit: int, forced: Sequence[int]) -> Growth:
-        """How far the text is followed, at most `limit` tokens, if nothing is forced."""
+        """The forced tokens, else how far the text is followed: at most `limit` tokens."""
         most = min(limit, self._most)
         if forced:
             return Growth(min(len(forced), most), forced=forced)

@@ -21,7 +21,7 @@ def under_load() -> Section:
         "Server under load",
         [
             f"SmolLM2's Q4_1 file, {machine(first)}, 2 threads, which the clients share. The given "
-            "number of clients ask 64 questions of Spec-Bench (280 tokens on average; other ones "
+            "number of clients ask 48 questions of Spec-Bench (280 tokens on average; other ones "
             "at every level), up to 128 tokens each, streamed, greedily. In brackets: speed "
             "relative to llama-server (16 slots, else its defaults), built from the sources that "
             "llama-cpp-python 0.3.36 ships.",

@@ -54,6 +54,12 @@ def _row(run: dict[str, Any], server: str, clients: int) -> dict[str, Any]:
     return found
 
 
+def _ratio(run: dict[str, Any], server: str, clients: int) -> float:
+    """The speed relative to llama-server's."""
+    ours, theirs = (_row(run, name, clients) for name in (server, "llama.cpp"))
+    return float(ours["tokens_per_second"] / theirs["tokens_per_second"])
+
+
 def _servers(run: dict[str, Any]) -> list[str]:
     there = {row["server"] for row in run["rows"]}
     return [server for server in SERVERS if server in there]
@@ -65,7 +71,7 @@ def _speeds(run: dict[str, Any]) -> str:
         cells = []
         for clients in _levels(run):
             speed = _row(run, server, clients)["tokens_per_second"]
-            ratio = speed / _row(run, "llama.cpp", clients)["tokens_per_second"]
+            ratio = _ratio(run, server, clients)
             cells.append(f"{speed:.0f} ({ratio:.1f}x)" if server != "llama.cpp" else f"{speed:.0f}")
         lines.append((SERVERS[server], *cells))
     return table(("tokens/s, clients:", *map(str, _levels(run))), lines)
@@ -93,9 +99,5 @@ def _answers(run: dict[str, Any]) -> int:
 def over_llama(name: str) -> str:
     """The least and the most of the default method's ratios to llama-server, in a file."""
     run = load(name)
-    ratios = [
-        _row(run, "multirate", clients)["tokens_per_second"]
-        / _row(run, "llama.cpp", clients)["tokens_per_second"]
-        for clients in _levels(run)
-    ]
+    ratios = [_ratio(run, "multirate", clients) for clients in _levels(run)]
     return f"{min(ratios):.1f} to {max(ratios):.1f}"

@@ -25,6 +25,9 @@ Watch = Callable[[int, Draft, Sequence[int]], None]
 """watch(sequence, its draft, for each emitted token the node it came from, 0 for one that the
 target chose).
 """
+_DRAFT: tuple[Origin, ...] = ("draft",)
+_TEXT: tuple[Origin, ...] = ("text",)
+_MODEL: tuple[Origin, ...] = ("model",)
 
 
 class SpeculativeStep(Step):
@@ -203,11 +206,12 @@ class SpeculativeStep(Step):
         for b, done in zip(request.seqs, every, strict=True):
             self._tell_policy(b, len(done.tokens), done.levels, done.drafted)
             accepted = len(done.tokens) - 1
-            origins: list[Origin] = ["draft" if n < done.own else "text" for n in range(accepted)]
-            kept = session.emit(b, done.tokens, [*origins, "model"])
+            own = min(done.own, accepted)
+            kept = session.emit(b, done.tokens, _DRAFT * own + _TEXT * (accepted - own) + _MODEL)
             self._count_exits(session, kept, sum(place < kept for place in done.unverified))
             session.cache.commit(b, kept)
-            session.count_draft(b, done.drafted, done.levels, min(kept, accepted))
+            if done.drafted:
+                session.count_draft(b, done.drafted, done.levels, min(kept, accepted))
         return True
 
     def _verify_in_one_call(

@@ -32,7 +32,14 @@ from multirate.methods._shared.draft_runner import DraftRunner
 from multirate.methods._shared.draft_tree import DraftTree
 from multirate.methods._shared.lookup import Lookup
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.fused import DraftShape, FusedSequences, FusedStep, Growth, Unverified
+from multirate.runtime.fused import (
+    DraftShape,
+    FusedSequences,
+    FusedStep,
+    Growth,
+    Unverified,
+    copying,
+)
 from multirate.runtime.kv_cache import KVCache
 from multirate.runtime.rows import Rows
 
@@ -227,6 +234,7 @@ class BranchDrafter(Drafter):
         fused, seqs = self._fused, request.seqs
         if fused is None:
             return None
+        assert self._cache is not None
         sampler = self._sampler
         if self._unverified is not None and not (sampler.greedy(seqs) and sampler.by_argmax(seqs)):
             return None  # sampling: the kernel accepts nothing unverified
@@ -235,13 +243,21 @@ class BranchDrafter(Drafter):
                 self._enter_fused(fused, seq, last_token)
         growths: dict[int, Growth] = {}
         for part, plan in self._plans(request):
+            drafting: dict[tuple[int, int], Growth] = {}
             for i, (seq, limit) in enumerate(part.pairs):
                 forced = request.forced.get(seq)
-                growths[seq] = (
-                    Growth(0, deepest=min(len(forced), self._most, limit), own=False, forced=forced)
-                    if forced
-                    else self._growth(seq, limit, None if plan.own else plan.text[i])
-                )
+                if forced:
+                    most = min(len(forced), self._most, limit)
+                    growths[seq] = Growth(0, deepest=most, own=False, forced=forced)
+                    continue
+                if not plan.own:
+                    growths[seq] = copying(plan.text[i])
+                    continue
+                self._reading.step_begins(seq, self._cache.lengths[seq])
+                depths = self._depths(limit)
+                if depths not in drafting:
+                    drafting[depths] = self._growth(seq, *depths)
+                growths[seq] = drafting[depths]
         done = fused.run(seqs, [growths[seq] for seq in seqs])
         for seq, step in zip(seqs, done, strict=True):
             self._choice.learn_fused(seq, step)
@@ -253,23 +269,15 @@ class BranchDrafter(Drafter):
             part = request.part(group)
             yield part, self._choice.plan(part, self.behind(part.seqs))
 
-    def _growth(self, seq: int, limit: int, copied: int | None) -> Growth:
-        """How a sequence's step drafts: with the draft branch, or (copied) with this many tokens of
-        the text.
-        """
-        assert self._cache is not None
+    def _growth(self, seq: int, depth: int, deepest: int) -> Growth:
+        """How a sequence's step drafts with the draft branch."""
         known = self._choice.estimates(seq)
-        depth, deepest = 0, copied
-        if copied is None:
-            self._reading.step_begins(seq, self._cache.lengths[seq])
-            depth, deepest = self._depths(limit)
         return Growth(
             depth,
             known.draft_threshold,
             known.verify_threshold,
             deepest,
             known.continuations.draft_accepted,
-            own=copied is None,
         )
 
     def _enter_fused(self, fused: FusedSequences, seq: int, last_token: int) -> None:

@@ -164,7 +164,7 @@ class DraftChoice:
         if self.estimates(seq).policy is None and not self._lookup.longest:
             return
         if not done.drafted and seq not in self.drafted:  # a plain step
-            self.learn(seq, done.tokens, DraftTree(0), [0], 0, done.draft_seconds)
+            self.estimates(seq).observe_plain(done.tokens, self.match(seq), done.draft_seconds)
             return
         assert self._fused is not None
         nodes = self._fused.nodes(seq)

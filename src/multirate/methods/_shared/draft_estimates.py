@@ -110,6 +110,16 @@ class DraftEstimates:
         if own:
             self._calibrate(emitted[0], tree, set(path))
 
+    def observe_plain(
+        self, emitted: Sequence[int], match: Match, draft_seconds: float | None = None
+    ) -> None:
+        """As `observe`, of a step without a draft."""
+        if self.policy is None:
+            return
+        self.policy.emitted(len(emitted), 0, 0, match.matched, draft_seconds, own=False)
+        if match.matched:
+            self.continuations.observe_text(match.continuation, match.matched, emitted)
+
     def _calibrate(self, first: int, tree: DraftTree, accepted: set[int]) -> None:
         """Whether the branch was right in what verification has judged: its best token, which is
         known in any case, and the children of accepted nodes.

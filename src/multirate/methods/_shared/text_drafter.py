@@ -11,7 +11,7 @@ from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, T
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.lookup import Lookup
 from multirate.runtime.decoder import Decoder
-from multirate.runtime.fused import FusedSequences, FusedStep, Growth
+from multirate.runtime.fused import FusedSequences, FusedStep, Growth, copying
 from multirate.runtime.kv_cache import KVCache
 
 
@@ -104,7 +104,7 @@ class TextDrafter(Drafter):
             return Growth(min(len(forced), most), forced=forced)
         if self._length is not None and most:
             most = min(most, self._wanted(fused.look_up(seq, most)[1]))
-        return Growth(most)
+        return copying(most)
 
     def _wanted(self, matched: int) -> int:
         if self._length is None:

@@ -109,7 +109,7 @@ class NativeFusedSequences(FusedSequences):
         return self._entered[seq].behind
 
     def unread(self, seq: int) -> PendingTokens:
-        return self._entered[seq].unread
+        return self._entered[seq].unread.pending()
 
     @property
     def highest_rejected(self) -> float:  # type: ignore[override]

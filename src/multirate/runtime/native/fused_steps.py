@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from multirate.errors import UserError
@@ -26,7 +27,6 @@ from multirate.runtime.fused import (
     FusedStep,
     Growth,
     Lookups,
-    PendingTokens,
     TextRates,
     TokenChooser,
 )
@@ -34,12 +34,14 @@ from multirate.runtime.native import abi, library
 from multirate.runtime.native.cache import NativeKVCache
 from multirate.runtime.native.draft_head import DraftHead
 from multirate.runtime.native.kernel_text import KernelText
+from multirate.runtime.native.unread_tokens import UnreadTokens
 from multirate.runtime.noise import NOT_FINITE
 from multirate.runtime.rows import Rows
 
 if TYPE_CHECKING:
     from multirate.runtime.native.decoder import NativeDecoder
 
+_NONE = frozenset[int]()
 _MOST_ENTERING = abi.constant("MAX_ROWS") - 1  # tokens of a level whose last one has two rows
 
 
@@ -75,20 +77,20 @@ class FusedSteps:
         self._longest, backfill = lookups.longest, shape.backfill
         d = decoder.info.hidden_size
         nodes = shape.nodes + (shape.unverified.nodes if shape.unverified else 0)
-        self.window = window
         self.decoder, self.capacity, self._backfill, self.entered = decoder, nodes, backfill, 0
         room = CAUGHT_UP_WITHIN + nodes + 1
         self._ids = np.zeros(room, np.int64)
         self._carried = torch.zeros(room, d, dtype=torch.float32, device="cpu")
+        self._carried_array = self._carried.numpy()
         self._tokens, self._parents = np.empty(nodes, np.int64), np.empty(nodes, np.int32)
         self._confidence = np.empty(nodes)
         self._learned: tuple[TextRates | None, ConfidenceCounts | None] = None, None
-        self.unread = PendingTokens()
         self._hidden = abi.floats_for(nodes + 1, d)
         self._features = abi.floats_for(nodes + 1, branch.tap_count, d)
         self._carries = any(
             linear.weight for linear in (branch.carry, branch.fuse_carried, branch.features)
         )
+        self.unread = UnreadTokens(d if self._carries else 0, window)
         heads = (
             shape.width * head.linear.outputs if head else 0,
             (nodes + 1) * decoder.head.outputs,
@@ -100,7 +102,11 @@ class FusedSteps:
         self._choose_path: ChoosePath | None = None
         # the kernel reads them by address
         self._held: tuple[object, ...] = (branch, head, rule)
-        self._no_thresholds = np.zeros(nodes)
+        self._no_threshold = np.zeros(nodes)
+        self._thresholds: list[NDArray[np.float64] | None] = [None, None]
+        self._has_noise = True
+        self._growth: Growth | None = None
+        self._seen: tuple[int, int] | None = None
         self.step = abi.new(
             "SpeculativeStep",
             branch=branch,
@@ -136,8 +142,8 @@ class FusedSteps:
 
         chooser: of the tokens; None: greedy ones.
         """
-        self.cache, self._own = cache, own
-        self._chooser = chooser
+        self.cache, self._own, self._seen = cache, own, None
+        self._chooser, self._has_noise = chooser, True
         self._choose_path = choose_path
         self.step.highest_rejected = -np.inf
 
@@ -155,60 +161,87 @@ class FusedSteps:
         """
         self.limits.ngram.longest = 0 if text is None else self._longest
         self._text.set([] if text is None else text)
-        self.step.sequence = seq
+        self.step.sequence, self._has_noise = seq, True
         self.entered = 1
         self._ids[0] = ids[-1]
         self.unread.clear()
         if carried is not None:
             self._carried[0] = carried[-1]
         if self._backfill and len(ids) > 1:
-            read = carried if self._carries else None
-            self.unread.add(ids[:-1], None if read is None else read[:-1].clone())
+            assert carried is not None
+            self.unread.add(np.array(ids[:-1]), carried[:-1].numpy())
 
-    def prepare(self, growth: Growth) -> None:
-        """The step's limits, caches and noise, and what enters."""
-        limits, branch = self.limits, growth.own
+    def prepare(self, growth: Growth, greedy: bool) -> None:
+        """The step's limits, caches and noise, and what enters. greedy: as `greedy` says of all
+        sequences.
+        """
+        if growth is not self._growth:  # sequences and steps share them
+            self._grow_by(growth)
+        self._read_caches()
+        first = self.entered - 1
+        if self._backfill:
+            if growth.own:
+                self._take_back()
+                first = 0
+            else:
+                self._set_aside(self.entered)
+        if self._has_noise or not greedy:
+            self._take_noise()
+        self.step.first, self.step.backfill = first, self.entered - 1 - first
+
+    def _grow_by(self, growth: Growth) -> None:
+        limits = self.limits
         limits.depth = growth.depth
         limits.deepest = growth.depth if growth.deepest is None else growth.deepest
         limits.ngram.draft_accepted = growth.draft_accepted
-        draft_threshold, verify_threshold = (
-            abi.doubles(self._no_thresholds if threshold is None else threshold)
-            for threshold in (growth.draft_threshold, growth.verify_threshold)
-        )
-        limits.draft_threshold, limits.verify_threshold = draft_threshold, verify_threshold
-        limits.own = branch
-        self._read_caches()
-        if self._backfill:
-            self._take_back() if branch else self._set_aside(self.entered)
-        self._take_noise()
+        limits.own = growth.own
+        self._take_thresholds(growth.draft_threshold, growth.verify_threshold)
         forced = None if growth.forced is None else np.array(growth.forced, np.int64)
         self.step.forced = abi.NULL if forced is None else abi.longs(forced)
-        # the kernel reads them by address
-        self._read = growth, draft_threshold, verify_threshold, forced
-        self.step.first = 0 if self._backfill and branch else self.entered - 1
-        self.step.backfill = self.entered - 1 - self.step.first
+        self._growth, self._forced = growth, forced  # the kernel reads them by address
+
+    def _take_thresholds(self, *thresholds: NDArray[np.float64] | None) -> None:
+        """Those of drafting and of verifying; they seldom change."""
+        for i, threshold in enumerate(thresholds):
+            if threshold is None:
+                threshold = self._no_threshold
+            if threshold is self._thresholds[i]:
+                continue
+            self._thresholds[i] = threshold  # the kernel reads it by address
+            if i:
+                self.limits.verify_threshold = abi.doubles(threshold)
+            else:
+                self.limits.draft_threshold = abi.doubles(threshold)
+
+    def greedy(self, every: Sequence[FusedSteps]) -> bool:
+        """Whether all tokens of these sequences are the argmax of logits without noise."""
+        seqs = [one.step.sequence for one in every]
+        chooser = self._chooser
+        return chooser is None or (
+            chooser.by_argmax(seqs) and chooser.noises(seqs, [0] * len(seqs)) is None
+        )
 
     def _take_noise(self) -> None:
         """That of the token after the last one."""
-        chooser = self._chooser
-        seq = self.step.sequence
-        noise = None if chooser is None else chooser.noises([seq], [0])
+        chooser, step = self._chooser, self.step
+        noise = None if chooser is None else chooser.noises([step.sequence], [0])
         packed = abi.NULL if noise is None else abi.noise_of(noise)
-        self.step.chooses = chooser is None or chooser.by_argmax([seq])
-        self.limits.noise = packed
-        self.step.noise = packed
+        step.chooses = chooser is None or chooser.by_argmax([step.sequence])
+        self._has_noise = noise is not None or not step.chooses
+        self.limits.noise = step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
 
     def ended(self) -> FusedStep:
         """What the step did. The accepted tokens' K/V are in place, uncommitted."""
         step = self.step
-        self.entered = int(step.emitted)
+        self.entered, drafted = step.emitted, step.drafted
+        unverified = step.unverified_tokens
         return FusedStep(
             self._ids[: self.entered].tolist(),
-            step.drafted,
+            drafted,
             step.levels,
-            step.drafted - step.text.continued,
-            _places(step.unverified_tokens),
+            drafted - step.text.continued,
+            _places(unverified) if unverified else _NONE,
             step.draft_seconds,
         )
 
@@ -251,14 +284,13 @@ class FusedSteps:
 
     def _set_aside(self, count: int) -> None:
         """So many tokens that would have entered the branch wait for its next draft."""
-        carried = self._carried[:count].clone() if self._carries else None
-        self.unread.add(self._ids[:count].tolist(), carried)
+        self.unread.add(self._ids[:count], self._carried_array[:count])
 
     def _take_back(self) -> None:
         """Tokens that wait, where they are few, enter with the last ones: a pass of their own would
         read all weights of the branch again. Where the last ones are too many, all but one wait.
         """
-        self.unread.keep_newest(self.window)
+        self.unread.keep_seen()
         count, entered = len(self.unread), self.entered
         if entered > _MOST_ENTERING:
             self._set_aside(entered - 1)
@@ -268,12 +300,12 @@ class FusedSteps:
         room = min(CAUGHT_UP_WITHIN + self.capacity + 1, _MOST_ENTERING)
         if not count or count + entered > room:
             return
-        ids, carried = self._ids, self._carried
+        ids, carried = self._ids, self._carried_array
         ids[count : count + entered] = ids[:entered].copy()
         ids[:count] = self.unread.ids
         if self._carries:
-            carried[count : count + entered] = carried[:entered].clone()
-            torch.cat(self.unread.carried, out=carried[:count])
+            carried[count : count + entered] = carried[:entered].copy()
+            carried[:count] = self.unread.carried
         self.entered = count + entered
         self.unread.clear()
 
@@ -287,7 +319,7 @@ class FusedSteps:
             self._ids[0], self._carried[0] = self._ids[entered - 1], self._carried[entered - 1]
             self.entered = 1
         if self.unread:
-            self.grow_caches()
+            self.grow_caches(self.length)
             self._read_caches()
             _catch_up([self])
 
@@ -312,11 +344,12 @@ class FusedSteps:
     @property
     def length(self) -> int:
         """Committed tokens."""
-        return int(self.cache.lengths[self.step.sequence])
+        return self.cache.lengths[self.step.sequence]
 
-    def grow_caches(self) -> None:
-        """Room for a step in both caches, which may move them: for all sequences that use them."""
-        length = self.length
+    def grow_caches(self, length: int) -> None:
+        """Room for a step after `length` committed tokens in both caches, which may move them: for
+        all sequences that use them.
+        """
         for store in (self.cache, self._own):
             if store is not None:
                 store.make_room_to(length + self.capacity)
@@ -325,8 +358,12 @@ class FusedSteps:
         """Passes the caches' addresses and the sequence's committed length to the step."""
         cache, own, step = self.cache, self._own, self.step
         step.length = self.length
-        step.caches, step.capacity = cache.address, cache.capacity
         self._text.make_room()
+        seen = cache.version, 0 if own is None else own.version
+        if seen == self._seen:
+            return
+        self._seen = seen
+        step.caches, step.capacity = cache.address, cache.capacity
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity
 
@@ -341,12 +378,12 @@ def run_together(every: Sequence[FusedSteps], growths: Sequence[Growth]) -> list
     # the kernel wants those whose branch drafts first
     order = sorted(range(len(every)), key=lambda i: not growths[i].own)
     those = [every[i] for i in order]
-    for one in those:
-        one.grow_caches()
-    for i in order:
-        every[i].prepare(growths[i])
-    _catch_up([one for one in those if one.unread and one.limits.own])
     first = those[0]
+    first.grow_caches(max(one.length for one in those))
+    greedy = first.greedy(those)
+    for i in order:
+        every[i].prepare(growths[i], greedy)
+    _catch_up([every[i] for i in order if growths[i].own and every[i].unread])
     finite = library.kernel().mr_speculative_steps(
         first.decoder.workspace.address,
         abi.ffi.new("SpeculativeStep *[]", [one.step for one in those]),
@@ -367,11 +404,10 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
     if not every:
         return
     for one in every:  # what the branch's own layer will not see
-        one.unread.keep_newest(one.window)
+        one.unread.keep_seen()
     first = every[0]
-    ids = np.array([token for one in every for token in one.unread.ids], np.int64)
-    pieces = [piece for one in every for piece in one.unread.carried]
-    carried = torch.cat(pieces).contiguous() if pieces else None
+    ids = np.concatenate([one.unread.ids for one in every])
+    carried = np.concatenate([one.unread.carried for one in every])
     rows = Rows.concat(
         [
             Rows.causal(
@@ -393,7 +429,7 @@ def _catch_up(every: Sequence[FusedSteps]) -> None:
         abi.rows_of(rows, first.cache.capacity),
         0,
         abi.longs(ids),
-        abi.tensor(carried),
+        abi.floats(carried) if carried.size else abi.NULL,
         abi.tensor(x),
     )
     for one in every:

@@ -23,7 +23,7 @@ class KernelText:
         self._library = library.kernel()
         self._text, self._at = step.text, abi.ffi.addressof(step, "text")
         self._added = tokens
-        self._tokens = np.empty(0, np.int32)
+        self._tokens, self._most = np.empty(0, np.int32), 0
         self._found = np.empty(tokens, np.int64)
         self._found_at = abi.longs(self._found)
         self._automaton = abi.new("Automaton") if lookups.automaton else None
@@ -48,6 +48,7 @@ class KernelText:
         """
         self._tokens = np.empty(len(tokens) + room + 2 * self._added, np.int32)
         self._tokens[: len(tokens)] = tokens
+        self._most = len(tokens) + room
         self._text.tokens = abi.ints(self._tokens) if len(tokens) else abi.NULL
         self._text.count = len(tokens)
         if self._automaton is not None and len(tokens):
@@ -59,7 +60,7 @@ class KernelText:
 
     def make_room(self) -> None:
         """Room for a step."""
-        if len(self) + 2 * self._added > len(self._tokens):
+        if self._text.count > self._most:
             self.set(self._tokens[: len(self)], room=len(self._tokens))
 
     def look_up(self, longest: int, most: int) -> tuple[list[int], int]:

@@ -1,0 +1,75 @@
+"""Committed tokens of a sequence in the kernel that a branch's own layer has not read."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from multirate.runtime.fused import PendingTokens
+
+_ROOM = 64  # tokens to begin with
+
+
+class UnreadTokens:
+    """In arrays, so that adding a token after every step takes a microsecond.
+
+    width: of what is carried of a token; 0: nothing is. window: how many of the newest tokens the
+    layer sees; None: all.
+    """
+
+    def __init__(self, width: int, window: int | None) -> None:
+        self._window, self._count = window, 0
+        self._ids = np.empty(_ROOM, np.int64)
+        self._carried = np.empty((_ROOM, width), np.float32)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """[len]."""
+        return self._ids[: self._count]
+
+    @property
+    def carried(self) -> NDArray[np.float32]:
+        """[len, width]: what is carried of the token before each."""
+        return self._carried[: self._count]
+
+    def add(self, ids: NDArray[np.int64], carried: NDArray[np.float32]) -> None:
+        """Tokens [n], and what is carried of those before them [n, any]."""
+        begin, end = self._count, self._count + len(ids)
+        if end > len(self._ids):
+            self.keep_seen()
+            begin, end = self._count, self._count + len(ids)
+            self._make_room(end)
+        self._ids[begin:end] = ids
+        if self._carried.shape[1]:
+            self._carried[begin:end] = carried
+        self._count = end
+
+    def _make_room(self, count: int) -> None:
+        room = max(2 * count, len(self._ids))
+        for name in ("_ids", "_carried"):
+            old = getattr(self, name)
+            new = np.empty((room, *old.shape[1:]), old.dtype)
+            new[: self._count] = old[: self._count]
+            setattr(self, name, new)
+
+    def keep_seen(self) -> None:
+        """Drops what the layer will not see."""
+        window, count = self._window, self._count
+        if window is None or count <= window:
+            return
+        for array in (self._ids, self._carried):
+            array[:window] = array[count - window : count].copy()
+        self._count = window
+
+    def clear(self) -> None:
+        self._count = 0
+
+    def pending(self) -> PendingTokens:
+        """A copy."""
+        width = self._carried.shape[1]
+        carried = [torch.from_numpy(self.carried.copy())] if width and self._count else []
+        return PendingTokens(self.ids.tolist(), carried)

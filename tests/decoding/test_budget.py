@@ -12,6 +12,7 @@ import pytest
 from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
 from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.step_costs import StepCosts
+from multirate.decoding.speculate.step_pace import BatchPace
 
 COSTS = StepCosts(1.0, {1: 1.0, 2: 1.1, 8: 1.6, 16: 2.4}, 0.1, 0.05)
 NODES = 8
@@ -274,3 +275,33 @@ def test_steps_whose_drafts_are_forced_tell_nothing_of_own_drafts() -> None:
         drafting = COSTS.draft_fixed + COSTS.draft_step if stream else 0.0
         now += COSTS.verify_seconds(1 + nodes) + drafting
     assert not own[True] and own[False] < 60
+
+
+def test_what_a_row_takes_in_a_batch_is_told_by_neighbouring_steps() -> None:
+    """Attention to growing contexts adds to all steps, but not to the price of a row."""
+    pace, row, plain = BatchPace(4.0, (1.0, 1.0)), 0.4, 4.0
+    rng = np.random.default_rng(0)
+    for step in range(400):
+        rows = row * float(rng.integers(0, 4))
+        pace.observe(1.5 * plain + 0.02 * step + 1.8 * rows, plain, rows, None)
+    assert pace.row == pytest.approx(1.8, rel=0.1)
+    assert pace.seconds(plain, row, None) - pace.seconds(plain, 0.0, None) == pytest.approx(
+        1.8 * row, rel=0.1
+    )
+
+
+def test_a_batch_whose_drafts_bring_nothing_seldom_looks_for_them() -> None:
+    now, looked = 0.0, [0, 0]
+    policy = BudgetPolicy(COSTS, NODES, ContinuationRates(8), clock=lambda: now)
+    for step in range(1200):
+        late = step >= 600  # from here on all sequences repeat what they had
+        policy.thresholds(8, refilled=True)
+        now += COSTS.verify_seconds(8)
+        if policy.goes_without():
+            continue
+        looked[late] += 1
+        policy.choose([(8 if late else 0, NODES)] * 8, own=False)
+        for _ in range(8):
+            policy.emitted(1, own=False)
+    assert looked[0] < 150, "it goes without for longer and longer"
+    assert looked[1] > 500, "and looks again once drafts are worth it"

@@ -34,8 +34,12 @@ def test_thresholds_are_prices_over_the_present_seconds_per_token() -> None:
     )  # a row of 0.1 s at half a second per token
     assert draft_threshold.tolist() == pytest.approx([0.4] * 4)
     shared, _ = BudgetPolicy(costs, nodes=4).thresholds(sequences=2)
-    # two sequences share a level and a step: 0.1 s of a row, 0.05 of the level, 0.275 a token; the
-    # further one of them gets ahead, the less of a token ends the batch sooner
-    alone = np.full(4, 0.15 / 0.275)
+    # two sequences share a level and a step: 0.1 s of a row, 0.055 of the level (it takes longer,
+    # as a step does), 0.275 a token; the further one of them gets ahead, the less of a token ends
+    # the batch sooner
+    alone = np.full(4, 0.155 / 0.275)
     assert shared[0] == pytest.approx(alone[0] * (1 + 0.35 * np.sqrt(np.log(2))))
     assert (np.diff(shared) >= 0).all() and shared[-1] == pytest.approx(0.9)
+    # unless another sequence takes its place
+    refilled, _ = BudgetPolicy(costs, nodes=4).thresholds(sequences=2, refilled=True)
+    assert refilled == pytest.approx(alone)

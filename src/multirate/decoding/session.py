@@ -40,6 +40,7 @@ class Session:
     cache: K/V of prompts and emitted tokens.
     sampler: the tokens so far; chooses the next ones.
     active: the sequences that have not ended.
+    refilled: whether other sequences take the place of those that end.
     draft_limits: by sequence, how many tokens a step may draft for it, where that is limited.
     stops, stats: a StopTracker and a DecodeStats.
     each: the stats of each sequence by itself, without times.
@@ -76,7 +77,7 @@ class Session:
         for b, prompt in enumerate(prompts):
             _check_prompt(b, prompt, info.vocab_size)
         prompts += [[] for _ in range(places)]
-        self.decoder = decoder
+        self.decoder, self.refilled = decoder, bool(places)
         self.prompts = prompts
         self.sampler = Sampler(sampling or SamplingSettings(), prompts, decoder.noisy_argmax)
         self.stops = StopTracker(

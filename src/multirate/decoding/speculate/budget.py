@@ -20,31 +20,25 @@ import numpy as np
 
 from multirate.decoding.speculate.acceptance_statistics import ContinuationRates, DraftedSteps
 from multirate.decoding.speculate.step_costs import StepCosts, convex_slopes, expected_tokens
+from multirate.decoding.speculate.step_pace import BatchPace, SinglePace, StepPace
 from multirate.runtime.fused import CAUGHT_UP_WITHIN
 
 now = time.perf_counter
 
 # How fast measurements fade: the share of a running mean that one more step leaves.
 _MEMORY = 0.98  # seconds per token: about the last 50 steps
-_PACE_MEMORY = 0.95  # measured over expected seconds of a kind of step: about the last 20
-_USUAL_MEMORY = 0.99  # the usual ratio between the two kinds of step
+_PACE_MEMORY = 0.95  # measured over expected seconds of drafts: about the last 20
 _CATCHING_UP_MEMORY = 0.8  # seconds of reading the rows that the draft branch missed
 
 # First guesses, and how many measured steps each guess weighs as much as.
 _ACCEPTED, _GUESSED = 0.8, 3.0  # tokens that the method's own draft adds to a step
 _MEASURED_LEVELS, _MEASURED = 5, 8.0  # the same, where the model card has acceptance rates
-_PACE_STEPS = 4.0  # step times are what the costs say
-_USUAL_STEPS = 20.0  # both kinds of step deviate from the costs alike
 _DRAFTS = 2.0  # drafting takes what the costs say
 _CAUGHT_UP = 2.0  # catching up takes what the costs say
 
 # Limits of what is measured, so that one bad measurement cannot decide for long.
 _LEAST, _MOST = 0.02, 0.9  # a node's minimum path probability
-_SLOWEST = 0.3, 6.0  # measured over expected seconds of a step
 _DRAFT_RANGE = 20.0  # measured over expected seconds of drafting, at most; at least 1 / this
-_DEAREST_LEVEL = 5.0  # extra seconds of a level, in units of its expected seconds
-_LEAST_OWN = 0.4, 0.7  # pace of steps with own drafts over that of steps without: one sequence
-# (its costs may have been measured while another program ran), and several
 
 # When the method's own drafts are tried although they are expected to lose.
 _EXPLORED = 0.01  # share of the time that such trials may take
@@ -59,6 +53,9 @@ _CHANGE = 0.05  # thresholds are computed again when prices have changed by this
 _HORIZON = 128  # tokens over which the cost of catching up is spread
 _RAGGED = 0.35  # a batch's sequences end at different times, and one that ends early saves little:
 # a drafted token is worth 1 / (1 + this · √ln(sequences)), as the largest of several sums grows
+_LOOKED = 8  # steps of a batch in which drafts are looked for, at least, before it goes without
+_LEAST_GAIN = 0.02  # the share of a plain step's tokens that makes looking for drafts pay
+_UNLOOKED = 8, 64  # plain steps until drafts are looked for again: at first, and in the end
 _TRIED_PLAIN = 2  # plain steps that a batch of a new size takes first, to compare with
 
 
@@ -126,10 +123,11 @@ class BudgetPolicy:
         self._most_credit = _MOST_CREDIT * costs.plain_step
         self._unsuited = 0  # texts in a row in which own drafts were not worth it
         self._worth_it: bool | None = None  # whether own drafts were, in the last step
-        self._paces: dict[int, _Paces] = {}  # by the sequences of a step
-        self._pace = self._paces_of(1)
-        # recent seconds of own drafts: measured (over the plain steps' pace), and by the costs
-        self._timed_drafts = self._expected_drafts = _DRAFTS * self._drafting(1)
+        self._paces: dict[int, StepPace] = {}  # by the sequences of a step
+        self._draft_paces: dict[int, _DraftPace] = {}
+        self._pace, self._draft_pace = self._paces_of(1)
+        self._outlooks: dict[int, _Outlook] = {}  # by the sequences of a step
+        self._refilled = False
         self._step = _StepUnderWay(Plan(True), 1)
         self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
@@ -172,28 +170,33 @@ class BudgetPolicy:
         if step.plan.own and own:
             self._drafted_of(step.sequences).observe(matched, tokens - 1, levels, nodes)
 
-    def thresholds(self, sequences: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    def thresholds(
+        self, sequences: int = 1, refilled: bool = False
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(draft_threshold, verify_threshold), [nodes] each, for the next step, in which a level
-        serves `sequences` sequences. Call it once, at the start of each step.
+        serves `sequences` sequences. Call it once, at the start of each step. refilled: whether
+        others take the place of sequences that end.
         """
         begin = self.clock()
         if self._last is not None:
             self._took(begin - self._last)
         self._last = begin
-        self._pace = self._paces_of(sequences)
+        self._refilled = refilled
+        self._pace, self._draft_pace = self._paces_of(sequences)
         if sequences != self._step.sequences:  # first guess: scaled by the plain step's time
             before, now = self._step.sequences, sequences
             self._seconds *= self._plain(now) / now / (self._plain(before) / before)
         self._step = _StepUnderWay(Plan(True), sequences)
         self._per_token = self._seconds / max(self._tokens, 1e-3)
-        row, level = self._pace.plain / self._per_token, self._pace.level / self._per_token
-        level *= self._draft_pace
+        row = self._pace.row / self._per_token
+        drafting = self._pace.drafting * self._draft_pace.pace
+        level = drafting * self._level(sequences) / sequences / self._per_token
         of, row_then, level_then = self._priced_at
-        change = max(abs(row / row_then - 1), abs(level / level_then - 1))
+        change = max(abs(row - row_then) / row_then, abs(level - level_then) / (level_then or 1.0))
         if self._thresholds is None or of != sequences or change > _CHANGE:
             verify_threshold = self._row_prices(sequences)[0] * row
-            draft_threshold = verify_threshold + self.costs.draft_step / sequences * level
-            if sequences > 1:
+            draft_threshold = verify_threshold + level
+            if sequences > 1 and not refilled:
                 # a token is worth less the further its sequence is ahead of the others
                 worth = self._ending_sooner(sequences) ** np.arange(1, self.nodes + 1)
                 draft_threshold, verify_threshold = (
@@ -203,6 +206,21 @@ class BudgetPolicy:
             self._thresholds = _within(draft_threshold), _within(verify_threshold)
             self._priced_at = sequences, row, level
         return self._thresholds
+
+    def goes_without(self) -> bool:
+        """Whether the step that `thresholds` began is plain because drafts brought little lately in
+        steps of so many sequences: then neither `choose` nor `emitted` is called for it.
+        """
+        step = self._step
+        if step.sequences == 1 or not self._timed or not self._outlook.goes_without():
+            return False
+        self._tokens += step.sequences
+        step.plan = Plan(False)
+        return True
+
+    @property
+    def _outlook(self) -> _Outlook:
+        return self._outlooks.setdefault(self._step.sequences, _Outlook())
 
     def choose(
         self,
@@ -227,7 +245,8 @@ class BudgetPolicy:
             text += gain
             lengths.append(length)
         text *= self._ending_sooner(len(matches))
-        gain = self._own_gain([matched for matched, _ in matches])
+        gain = self._own_gain([matched for matched, _ in matches]) if own else 0.0
+        self._outlook.observe(max(text, gain) / len(matches))
         refresh = behind * self._refresh_row
         enough = text - (_SWITCHING if self._timed and self._rested == 0 else 0.0)
         chosen = gain - refresh / self._per_token / max(1, min(remaining, _HORIZON)) >= enough
@@ -279,27 +298,17 @@ class BudgetPolicy:
             whole = min(int(nodes), self.nodes - 1)
             rows += cumulated[whole] + (nodes - whole) * (cumulated[whole + 1] - cumulated[whole])
         plain = self._plain(len(matched))
-        drafting = self._draft_pace * self._drafting(levels)
-        own = self._pace.own * (plain + rows + drafting)
-        seconds = own - self._pace.plain * plain
+        drafting = self._draft_pace.pace * self._drafting(levels, len(matched))
+        seconds = self._pace.seconds(plain, rows, drafting) - self._pace.seconds(plain, 0.0, None)
         return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
-    def _drafting(self, levels: float) -> float:
+    def _level(self, sequences: int) -> float:
+        """Seconds of a drafted level of so many sequences, by the costs, which are of one."""
+        return self.costs.draft_step * self._plain(sequences) / self.costs.plain_step
+
+    def _drafting(self, levels: float, sequences: int) -> float:
         """Seconds of drafting this many levels, by the costs."""
-        return self.costs.draft_fixed + max(levels, 1.0) * self.costs.draft_step
-
-    @property
-    def _draft_pace(self) -> float:
-        """Measured drafting time divided by what the costs say."""
-        if not self._expected_drafts:
-            return 1.0
-        return min(max(self._timed_drafts / self._expected_drafts, 1 / _DRAFT_RANGE), _DRAFT_RANGE)
-
-    def _observe_draft(self, seconds: float, said: float) -> None:
-        """Records a draft that took this many seconds, where the costs say `said`."""
-        seconds = min(seconds, 3 * self._draft_pace * said)  # an interruption is not the draft's
-        self._timed_drafts = _PACE_MEMORY * self._timed_drafts + seconds
-        self._expected_drafts = _PACE_MEMORY * self._expected_drafts + said
+        return self.costs.draft_fixed + max(levels, 1.0) * self._level(sequences)
 
     @property
     def _refresh_row(self) -> float:
@@ -314,6 +323,8 @@ class BudgetPolicy:
 
     def _ending_sooner(self, sequences: int) -> float:
         """The share of a batch's drafted tokens that makes it end earlier."""
+        if self._refilled:
+            return 1.0
         return 1 / (1 + _RAGGED * math.sqrt(math.log(sequences)))
 
     def _plain(self, sequences: int) -> float:
@@ -328,44 +339,47 @@ class BudgetPolicy:
             self._drafted[sequences] = self._new_drafted()
         return self._drafted[sequences]
 
-    def _paces_of(self, sequences: int) -> _Paces:
+    def _paces_of(self, sequences: int) -> tuple[StepPace, _DraftPace]:
         """Timing of steps of this many sequences; at first that of the last ones."""
         if sequences not in self._paces:
-            guess = (self._pace.plain, self._pace.own) if self._paces else (1.0, 1.0)
-            batch = sequences > 1  # the costs are of one sequence
-            steps = 1.0 if batch else _PACE_STEPS
-            self._paces[sequences] = _Paces(guess, steps * self._plain(sequences), batch)
-        return self._paces[sequences]
+            plain = self._plain(sequences)
+            self._paces[sequences] = (
+                SinglePace(plain)
+                if sequences == 1
+                else BatchPace(plain, (self._pace.plain, self._pace.row))
+            )
+            self._draft_paces[sequences] = _DraftPace(_DRAFTS * self._drafting(1, sequences))
+        return self._paces[sequences], self._draft_paces[sequences]
 
     def _took(self, seconds: float) -> None:
         """The current step has ended."""
-        step = self._step
+        step, pace, drafts = self._step, self._pace, self._draft_pace
         cumulated = self._row_prices(step.sequences)[1]
-        expected = self._plain(step.sequences)
-        expected += sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
-        drafting = refresh = 0.0
+        plain = self._plain(step.sequences)
+        rows = sum(cumulated[min(nodes, self.nodes)] for nodes in step.nodes)
+        drafting, refresh = None, 0.0
         after_rest = False
         if step.plan.own:
             after_rest = self._timed and (self._rested >= _RESTED or step.refreshed > self.nodes)
-            own, refresh = self._drafting(step.levels), step.refreshed * self._refresh_row
+            own = self._drafting(step.levels, step.sequences)
+            refresh = step.refreshed * self._refresh_row
             if step.draft_seconds is not None and self._timed:
-                seconds_of_draft = step.draft_seconds / self._pace.plain
+                seconds_of_draft = step.draft_seconds / pace.drafting
                 said = own + refresh if step.refreshed <= CAUGHT_UP_WITHIN else own
-                if not after_rest or seconds_of_draft < self._draft_pace * said:
-                    self._observe_draft(seconds_of_draft, said)
-            drafting = self._draft_pace * (own + refresh)
-        expected += drafting
-        usual = (self._pace.own if step.plan.own else self._pace.plain) * expected
+                if not after_rest or seconds_of_draft < drafts.pace * said:
+                    drafts.observe(seconds_of_draft, said)
+            drafting = drafts.pace * (own + refresh)
         # an interruption is not the step's
-        seconds = min(seconds, 3 * usual) if self._timed else expected
+        usual = pace.seconds(plain, rows, drafting)
+        seconds = min(seconds, 3 * usual) if self._timed else plain + rows + (drafting or 0.0)
         self._seconds = _MEMORY * (self._seconds + seconds)
         self._tokens *= _MEMORY
         if after_rest:
             if step.refreshed > self.nodes:
-                beyond = seconds / self._pace.own - (expected - self._draft_pace * refresh)
-                self._observe_catching_up(beyond, step.refreshed)
+                before = pace.seconds(plain, rows, drafts.pace * own)
+                self._observe_catching_up((seconds - before) / pace.row, step.refreshed)
         elif self._timed:  # else steps take what costs say
-            self._pace.observe(seconds, expected, drafting if step.plan.own else None)
+            pace.observe(seconds, plain, rows, drafting, step.draft_seconds)
         self._look_again = after_rest
         self._rested = 0 if step.plan.own else self._rested + 1
         self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
@@ -388,6 +402,54 @@ def _within(thresholds: np.ndarray) -> np.ndarray:
     return np.minimum(np.maximum(thresholds, _LEAST), _MOST)
 
 
+class _Outlook:
+    """Whether it pays to look for drafts, by what the last ones were expected to bring."""
+
+    def __init__(self) -> None:
+        self._looked, self._gain = 0, 0.0
+        self._pause = _UNLOOKED[0]
+        self._left = 0  # steps without
+
+    def observe(self, gain: float) -> None:
+        """Records what drafts would add to a step, as a share of a plain step's tokens."""
+        self._looked += 1
+        self._gain += max(gain, 0.0)
+        if self._looked < _LOOKED:
+            return
+        if self._gain < _LEAST_GAIN * self._looked:
+            self._left = self._pause
+            self._pause = min(2 * self._pause, _UNLOOKED[1])
+        else:
+            self._pause = _UNLOOKED[0]
+        self._looked, self._gain = 0, 0.0
+
+    def goes_without(self) -> bool:
+        """Whether the next step does."""
+        self._left -= self._left > 0
+        return self._left > 0
+
+
+class _DraftPace:
+    """Measured over expected seconds of own drafts, lately; at first 1, which counts as `expected`
+    seconds.
+    """
+
+    def __init__(self, expected: float) -> None:
+        self._measured = self._expected = expected
+
+    @property
+    def pace(self) -> float:
+        if not self._expected:
+            return 1.0
+        return min(max(self._measured / self._expected, 1 / _DRAFT_RANGE), _DRAFT_RANGE)
+
+    def observe(self, seconds: float, said: float) -> None:
+        """Records a draft that took this many seconds, where the costs say `said`."""
+        seconds = min(seconds, 3 * self.pace * said)  # an interruption is not the draft's
+        self._measured = _PACE_MEMORY * self._measured + seconds
+        self._expected = _PACE_MEMORY * self._expected + said
+
+
 @dataclass
 class _StepUnderWay:
     plan: Plan
@@ -396,59 +458,3 @@ class _StepUnderWay:
     nodes: list[int] = field(default_factory=list)
     refreshed: int = 0
     draft_seconds: float | None = None
-
-
-class _Paces:
-    """Measured times of steps of this many sequences, divided by what the costs say: `plain` for
-    steps without own drafts, `own` with them, `level` for drafting.
-
-    A machine's speed may change while all steps are of one kind. The other kind's measurements
-    therefore fade towards the usual ratio of both.
-
-    guess: the first guess of all three; strength: the expected seconds it counts as.
-    """
-
-    def __init__(self, guess: tuple[float, float], strength: float, levels: bool) -> None:
-        self._strength, self._levels = strength, levels
-        # of steps without and with own drafts, each
-        self._guess = [float(ratio) for ratio in guess]
-        self._seconds, self._expected = [0.0, 0.0], [0.0, 0.0]
-        weight = _USUAL_STEPS * strength / _PACE_STEPS
-        self._usual_seconds = [weight * ratio for ratio in guess]
-        self._usual_expected = [weight, weight]
-        self._drafting = 0.0  # of the expected seconds of steps with own drafts
-        self.plain, self.own = guess
-        self.level = self.plain
-        self.plain_steps = 0
-
-    def observe(self, seconds: float, expected: float, drafting: float | None) -> None:
-        """Records a step with its expected seconds, `drafting` of them for own drafts, if it had
-        any.
-        """
-        kind = int(drafting is not None)
-        self.plain_steps += not kind
-        for i in (0, 1):
-            self._expected[i] *= _PACE_MEMORY
-            self._seconds[i] *= _PACE_MEMORY
-        self._expected[kind] += expected
-        self._seconds[kind] += seconds
-        self._usual_expected[kind] = _USUAL_MEMORY * self._usual_expected[kind] + expected
-        self._usual_seconds[kind] = _USUAL_MEMORY * self._usual_seconds[kind] + seconds
-        usual = [self._usual_seconds[i] / self._usual_expected[i] for i in (0, 1)]
-        now = self._estimate(kind)
-        for i in (0, 1):  # towards what this kind takes now, times the ratio
-            towards = now * usual[i] / usual[kind]
-            self._guess[i] += (1 - _PACE_MEMORY) * (towards - self._guess[i])
-        low, high = _SLOWEST
-        self.plain, self.own = (min(max(self._estimate(i), low), high) for i in (0, 1))
-        self.own = max(self.own, _LEAST_OWN[self._levels] * self.plain)
-        self.level = self.plain
-        self._drafting = _PACE_MEMORY * self._drafting + (drafting or 0.0)
-        if self._levels and self._drafting:
-            beyond = (self.own - self.plain) * self._expected[1] / self._drafting
-            self.level = self.plain + min(max(beyond, 0.0), _DEAREST_LEVEL * self.plain)
-
-    def _estimate(self, kind: int) -> float:
-        """The recent estimate for steps without (0) and with (1) own drafts."""
-        seconds = self._seconds[kind] + self._strength * self._guess[kind]
-        return seconds / (self._expected[kind] + self._strength)

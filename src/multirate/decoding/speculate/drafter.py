@@ -12,6 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from multirate.decoding.sampler import Sampler
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
 from multirate.decoding.speculate.costs import CostModel, measure_costs
 from multirate.runtime.decoder import Decoder
 from multirate.runtime.fused import FusedStep
@@ -221,6 +222,8 @@ class DraftRequest:
     """
     rests: bool = True
     """Whether a drafter that adapts may leave the step without a draft."""
+    refilled: bool = False
+    """Whether other sequences take the place of those that end."""
 
     @property
     def last_tokens(self) -> list[int]:
@@ -244,6 +247,8 @@ class Drafter(ABC):
     """
 
     traits = Traits()
+    text_rates: ContinuationRates | None = None
+    """Of one whose drafts are all the text's continuations: how often these held."""
 
     @property
     def highest_rejected(self) -> float | None:
@@ -317,11 +322,12 @@ class Drafter(ABC):
         """Number of rows that the next draft must catch up on because recent steps had no draft."""
         return 0
 
-    def matched(self, seqs: Sequence[int]) -> list[int]:
-        """For drafts by text lookup: the match length, at most `Traits.longest`, that each
-        sequence's next draft would follow. Acceptance statistics are kept by this length.
+    def matches(self, seqs: Sequence[int], most: int) -> list[tuple[list[int], int]]:
+        """For drafts by text lookup: the first `most` tokens of each sequence's next draft, and the
+        match length, at most `Traits.longest`, that it would follow. Acceptance statistics are kept
+        by this length.
         """
-        return [0] * len(seqs)
+        return [([], 0)] * len(seqs)
 
     def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:
         """A whole step of each of the request's sequences, if the drafter can run it in one call.

@@ -61,8 +61,9 @@ class SpeculativeStep(Step):
         self.watch: Watch | None = None
         self._policy: BudgetPolicy | None = None
         self._adapts = False
-        # match length by sequence in this step; empty if the policy did not plan it
-        self._matched: dict[int, int] = {}
+        # what each sequence's text continues with, and the match length, in this step; empty if
+        # the policy did not plan it
+        self._matches: dict[int, tuple[list[int], int]] = {}
         self._forced: Collection[int] = ()  # sequences whose draft is none of the drafter's
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -122,6 +123,7 @@ class SpeculativeStep(Step):
             self._policy = BudgetPolicy(
                 costs,
                 self.traits.max_nodes,
+                self.drafter.text_rates,
                 expected=self._expected,
                 longest=self.traits.longest,
             )
@@ -135,19 +137,17 @@ class SpeculativeStep(Step):
         seqs = session.active
         limits = [session.most_drafted(b) for b in seqs]
         fuses = self.watch is None
-        self._matched, worth = {}, None
+        self._matches, worth = {}, None
         forced = session.sampler.forced([b for b, limit in zip(seqs, limits, strict=True) if limit])
         if self._policy is not None and self._adapts:
-            worth = self._policy.thresholds(len(seqs))[1]
-            behind = self.drafter.behind(seqs)
-            matched = self.drafter.matched(seqs)
-            self._matched = dict(zip(seqs, matched, strict=True))
-            self._forced = forced.keys()
-            free = len(forced) < len(seqs)
-            plan = self._policy.choose([(n, 0) for n in matched], max(limits), behind, own=free)
-            if not plan.own:
-                limits = [n if b in forced else 0 for b, n in zip(seqs, limits, strict=True)]
-        request = DraftRequest(seqs, limits, session.sampler, worth, forced, self._rests)
+            worth = self._policy.thresholds(len(seqs), session.refilled)[1]
+            if not forced and self._policy.goes_without():
+                limits = [0] * len(seqs)
+            else:
+                limits = self._planned(self._policy, seqs, limits, forced.keys())
+        request = DraftRequest(
+            seqs, limits, session.sampler, worth, forced, self._rests, session.refilled
+        )
         if fuses and self._run_fused(session, request):
             return
         cache, stops = session.cache, session.stops
@@ -166,13 +166,12 @@ class SpeculativeStep(Step):
             origins: list[Origin] = [
                 "text" if node in draft.copied else "draft" for node in path[1:]
             ]
-            kept = session.emit(
-                b, [*(draft.tokens[node - 1] for node in path[1:]), bonus], [*origins, "model"]
-            )
+            tokens = [*(draft.tokens[node - 1] for node in path[1:]), bonus]
+            kept = session.emit(b, tokens, [*origins, "model"])
             self._count_exits(session, kept, sum(n in draft.unverified for n in path[1 : kept + 1]))
             levels = len(draft.tokens) if draft.is_chain else max(draft.depths)
             session.count_draft(b, len(draft.tokens), levels, min(kept, len(path) - 1))
-            self._tell_policy(b, len(path), levels, len(draft.tokens))
+            self._tell_policy(b, tokens, levels, len(draft.tokens))
             if self.watch is not None:
                 self.watch(b, draft, [*path[1:], 0][:kept])
             # the last token emitted is not in the cache yet: it enters with the next step
@@ -187,10 +186,39 @@ class SpeculativeStep(Step):
                 self.drafter.accept(b, verified)
                 self.drafting_seconds += time.perf_counter() - begin
 
-    def _tell_policy(self, seq: int, emitted: int, levels: int, nodes: int) -> None:
-        if self._policy is not None and seq in self._matched:
-            own = seq not in self._forced
-            self._policy.emitted(emitted, levels, nodes, self._matched[seq], own=own)
+    def _planned(
+        self, policy: BudgetPolicy, seqs: Sequence[int], limits: list[int], forced: Collection[int]
+    ) -> list[int]:
+        """How many tokens each sequence drafts. Text lookup decides for each sequence of a batch by
+        itself; other drafts of a batch share passes, so all draft or none does.
+        """
+        rates = self.drafter.text_rates if len(seqs) > 1 else None
+        most = 1 if rates is None else self.traits.max_nodes
+        found = self.drafter.matches(seqs, most)
+        self._matches = dict(zip(seqs, found, strict=True))
+        self._forced = forced
+        useful = [0 if rates is None else min(limit, self.traits.max_nodes) for limit in limits]
+        plan = policy.choose(
+            [(matched, count) for (_, matched), count in zip(found, useful, strict=True)],
+            max(limits),
+            self.drafter.behind(seqs),
+            own=rates is None and len(forced) < len(seqs),
+        )
+        if plan.own:
+            return limits
+        return [
+            limit if b in forced else min(limit, count)
+            for b, limit, count in zip(seqs, limits, plan.text, strict=True)
+        ]
+
+    def _tell_policy(self, seq: int, emitted: Sequence[int], levels: int, nodes: int) -> None:
+        if self._policy is None or seq not in self._matches:
+            return
+        continuation, matched = self._matches[seq]
+        own = seq not in self._forced
+        self._policy.emitted(len(emitted), levels, nodes, matched, own=own)
+        if len(continuation) > 1 and self.drafter.text_rates is not None:
+            self.drafter.text_rates.observe_text(continuation, matched, emitted)
 
     def _count_exits(self, session: Session, kept: int, unverified: int) -> None:
         """Counts `kept` emitted tokens, `unverified` of them accepted unverified."""
@@ -204,7 +232,7 @@ class SpeculativeStep(Step):
         if every is None:
             return False
         for b, done in zip(request.seqs, every, strict=True):
-            self._tell_policy(b, len(done.tokens), done.levels, done.drafted)
+            self._tell_policy(b, done.tokens, done.levels, done.drafted)
             accepted = len(done.tokens) - 1
             own = min(done.own, accepted)
             kept = session.emit(b, done.tokens, _DRAFT * own + _TEXT * (accepted - own) + _MODEL)

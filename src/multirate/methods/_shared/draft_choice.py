@@ -43,6 +43,7 @@ class DraftChoice:
         self.shared = self._new_estimates(self._lossy_costs)
         self._own: dict[int, DraftEstimates] = {}  # by sequence
         self.drafted: set[int] = set()
+        self._unlooked = False  # the policy goes without drafts in this step
         self.matches: dict[int, Match] = {}
         self._texts: dict[int, TextSource] = {}
 
@@ -101,11 +102,16 @@ class DraftChoice:
         thresholds. behind: rows that the branch would have to catch up on first.
         """
         seqs, limits = request.seqs, request.limits
+        self._unlooked = False
         known = self.estimates(seqs[0])
-        known.price(self._config, len(seqs))
+        known.price(self._config, len(seqs), request.refilled)
         if known.policy is None:
             drafts = any(limits)
             plan = Plan(True) if drafts else Plan(False, (0,) * len(seqs))
+        elif request.rests and not request.forced and known.policy.goes_without():
+            self.drafted -= set(seqs)
+            self._unlooked = True
+            return Plan(False, (0,) * len(seqs))
         else:
             most = [min(self._config.nodes, limit) for limit in limits]
             for seq in seqs:
@@ -149,6 +155,8 @@ class DraftChoice:
         draft_seconds: float | None = None,
     ) -> None:
         """What came true of the sequence's step: see DraftEstimates."""
+        if self._unlooked:
+            return
         self.estimates(seq).observe(
             emitted,
             tree,
@@ -161,7 +169,7 @@ class DraftChoice:
 
     def learn_fused(self, seq: int, done: FusedStep) -> None:
         """The same of a fused step."""
-        if self.estimates(seq).policy is None and not self._lookup.longest:
+        if self._unlooked or (self.estimates(seq).policy is None and not self._lookup.longest):
             return
         if not done.drafted and seq not in self.drafted:  # a plain step
             self.estimates(seq).observe_plain(done.tokens, self.match(seq), done.draft_seconds)

@@ -71,11 +71,11 @@ class DraftEstimates:
         """From now on it sets the thresholds that the settings leave open."""
         self.policy, self.calibration = policy, Calibration()
 
-    def price(self, config: BranchDecodeConfig, sequences: int) -> None:
+    def price(self, config: BranchDecodeConfig, sequences: int, refilled: bool) -> None:
         """Thresholds of the next step, from the costs where the settings leave them open."""
         if self.policy is None:
             return
-        draft_threshold, verify_threshold = self.policy.thresholds(sequences)
+        draft_threshold, verify_threshold = self.policy.thresholds(sequences, refilled)
         if config.draft_threshold is None:
             self.draft_threshold = draft_threshold
         if config.verify_threshold is None:

@@ -7,6 +7,7 @@ from functools import partial
 
 from multirate.decoding.sampler import Sampler
 from multirate.decoding.speculate.acceptance import choose_path
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Traits
 from multirate.decoding.speculate.text_source import TextSource
 from multirate.methods._shared.lookup import Lookup
@@ -30,6 +31,7 @@ class TextDrafter(Drafter):
         length: Callable[[int], int] | None = None,
     ) -> None:
         self.traits = Traits(max_nodes=tokens, longest=lookup.told, joins=True)
+        self.text_rates = ContinuationRates(lookup.longest, lookup.told)
         self._most = tokens
         self._lookup, self._length = lookup, length
         self._texts: list[TextSource] = []
@@ -75,13 +77,13 @@ class TextDrafter(Drafter):
             drafts.append(draft)
         return drafts
 
-    def matched(self, seqs: Sequence[int]) -> list[int]:
+    def matches(self, seqs: Sequence[int], most: int) -> list[tuple[list[int], int]]:
         found = []
         for b in seqs:
             if self._fused is not None and b in self._fused:
-                found.append(self._fused.look_up(b, 1)[1])
+                found.append(self._fused.look_up(b, most))
             else:
-                found.append(self._texts[b].look_up(self._text(b), 1)[1])
+                found.append(self._texts[b].look_up(self._text(b), most))
         return found
 
     def fused_steps(self, request: DraftRequest) -> list[FusedStep] | None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from multirate.decoding.results import Origin
 from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
+from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
 from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
@@ -64,6 +65,7 @@ class SpeculativeStep(Step):
         # what each sequence's text continues with, and the match length, in this step; empty if
         # the policy did not plan it
         self._matches: dict[int, tuple[list[int], int]] = {}
+        self._rates: ContinuationRates | None = None  # of text lookup, if it was planned by them
         self._forced: Collection[int] = ()  # sequences whose draft is none of the drafter's
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -192,7 +194,7 @@ class SpeculativeStep(Step):
         """How many tokens each sequence drafts. Text lookup decides for each sequence of a batch by
         itself; other drafts of a batch share passes, so all draft or none does.
         """
-        rates = self.drafter.text_rates if len(seqs) > 1 else None
+        rates = self._rates = self.drafter.text_rates if len(seqs) > 1 else None
         most = 1 if rates is None else self.traits.max_nodes
         found = self.drafter.matches(seqs, most)
         self._matches = dict(zip(seqs, found, strict=True))
@@ -217,8 +219,8 @@ class SpeculativeStep(Step):
         continuation, matched = self._matches[seq]
         own = seq not in self._forced
         self._policy.emitted(len(emitted), levels, nodes, matched, own=own)
-        if len(continuation) > 1 and self.drafter.text_rates is not None:
-            self.drafter.text_rates.observe_text(continuation, matched, emitted)
+        if matched and self._rates is not None:
+            self._rates.observe_text(continuation, matched, emitted)
 
     def _count_exits(self, session: Session, kept: int, unverified: int) -> None:
         """Counts `kept` emitted tokens, `unverified` of them accepted unverified."""

@@ -305,3 +305,19 @@ def test_a_batch_whose_drafts_bring_nothing_seldom_looks_for_them() -> None:
             policy.emitted(1, own=False)
     assert looked[0] < 150, "it goes without for longer and longer"
     assert looked[1] > 500, "and looks again once drafts are worth it"
+
+
+def test_a_step_before_an_interruption_is_timed_and_the_interruption_is_not() -> None:
+    """A server reads a prompt's piece between most of its steps."""
+    now, prices = 0.0, []
+    policy = BudgetPolicy(COSTS, NODES, clock=lambda: now)
+    for _ in range(300):
+        prices.append(policy.thresholds(4, refilled=True)[1][0])
+        policy.choose([(0, 0)] * 4, own=False)
+        for _ in range(4):
+            policy.emitted(1, own=False)
+        now += COSTS.verify_seconds(4)
+        policy.interrupted()
+        now += 20 * COSTS.verify_seconds(4)
+    row = COSTS.verify_seconds(8) - COSTS.verify_seconds(4)
+    assert prices[-1] == pytest.approx(row / COSTS.verify_seconds(4), rel=0.3)

@@ -199,6 +199,8 @@ class Batch:
         session.count_steps()
         self.step.run(session)
         session.drop_finished()
+        if not session.active:
+            self.step.interrupted()
 
     @property
     def ended(self) -> list[int]:

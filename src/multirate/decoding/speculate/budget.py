@@ -134,7 +134,9 @@ class BudgetPolicy:
         self._per_token = self._seconds
 
     def interrupted(self) -> None:
-        """The time until the next step does not count."""
+        """The last step ends here; the time until the next one does not count."""
+        if self._last is not None:
+            self._took(self.clock() - self._last)
         self._last = None
 
     def pause(self) -> None:

@@ -2,6 +2,8 @@
 
     python lab/recipes/serving/gather.py OUT --argv COMMAND ...
 
+Of a server's rounds with so many clients: answers, tokens and seconds in total, the mean of the
+median times to the first token, and the most of the other times. by_round: tokens/s of each.
 other_texts: answers that differ from those of the server without drafts.
 """
 
@@ -9,9 +11,34 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from multirate.provenance import collect
+
+
+def together(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Those of one server and number of clients as one row."""
+
+    def each(name: str) -> list[Any]:
+        return [one[name] for one in rounds]
+
+    tokens, seconds = sum(each("tokens")), sum(each("seconds"))
+    return {
+        "clients": rounds[0]["clients"],
+        "answers": sum(each("answers")),
+        "errors": list(chain(*each("errors"))),
+        "tokens": tokens,
+        "seconds": round(seconds, 3),
+        "tokens_per_second": round(tokens / seconds, 2),
+        "by_round": each("tokens_per_second"),
+        "first_token_p50": round(sum(each("first_token_p50")) / len(rounds), 4),
+        "first_token_p99": max(each("first_token_p99")),
+        "between_pieces_p99": max(each("between_pieces_p99")),
+        "between_pieces_most": max(each("between_pieces_most")),
+        "texts": list(chain(*each("texts"))),
+    }
 
 
 def main() -> None:
@@ -19,11 +46,13 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--argv", nargs=argparse.REMAINDER, default=[])
     given = parser.parse_args()
+    rounds: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for path in sorted(given.out.glob("*-*-*.json")):
+        made = json.loads(path.read_text("utf-8"))
+        rounds.setdefault((made["clients"], path.stem.rsplit("-", 2)[0]), []).append(made)
     rows = [
-        {"server": path.stem.rpartition("-")[0], **json.loads(path.read_text("utf-8"))}
-        for path in given.out.glob("*-*.json")
+        {"server": server, **together(rounds[of])} for of in sorted(rounds) for server in of[1:]
     ]
-    rows.sort(key=lambda row: (row["clients"], row["server"]))
     plain = {row["clients"]: row["texts"] for row in rows if row["server"] == "plain"}
     for row in rows:
         pairs = zip(row.pop("texts"), plain[row["clients"]], strict=True)

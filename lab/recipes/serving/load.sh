@@ -7,11 +7,12 @@
 #   LLAMA_SERVER=/path/to/llama-server bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving
 #
 # Run it in the root of the repository, with 'multirate[serve]' and locust installed. EVAL: a folder
-# with spec_bench/question.jsonl. Writes OUT/serving_load.json. At every level the servers take turns;
-# the ones that are not asked are idle.
+# with spec_bench/question.jsonl. Writes OUT/serving_load.json. At every level the servers take turns,
+# in rounds of REQUESTS new questions and every other time in the opposite order, because shared
+# machines change speed within minutes. The servers that are not asked are idle.
 set -euo pipefail
 MODEL=$1 EVAL=$2 OUT=$3
-LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-64} TOKENS=${TOKENS:-128}
+LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-32} ROUNDS=${ROUNDS:-2} TOKENS=${TOKENS:-128}
 mkdir -p "$OUT"
 rm -f "$OUT"/*-*.json
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
@@ -30,13 +31,18 @@ for server in $SERVERS; do
     until curl -sf "http://127.0.0.1:${server#*=}/health" > /dev/null; do sleep 1; done
 done
 first=0
+order=$SERVERS
 for clients in $LEVELS; do
-    for server in $SERVERS; do
-        locust -f lab/recipes/serving/load.py --headless --only-summary --users "$clients" \
-            --spawn-rate 100 --host "http://127.0.0.1:${server#*=}" --requests "$REQUESTS" \
-            --questions "$EVAL/spec_bench/question.jsonl" --first "$first" --max-tokens "$TOKENS" \
-            --out "$OUT/${server%=*}-$clients.json" > "$OUT/locust.log" 2>&1
+    for round in $(seq "$ROUNDS"); do
+        for server in $order; do
+            locust -f lab/recipes/serving/load.py --headless --only-summary --users "$clients" \
+                --spawn-rate 100 --host "http://127.0.0.1:${server#*=}" --requests "$REQUESTS" \
+                --questions "$EVAL/spec_bench/question.jsonl" --first "$first" \
+                --max-tokens "$TOKENS" --out "$OUT/${server%=*}-$clients-$round.json" \
+                > "$OUT/locust.log" 2>&1
+        done
+        order=$(echo "$order" | tr ' ' '\n' | tac | xargs)
+        first=$((first + REQUESTS))
     done
-    first=$((first + REQUESTS))
 done
 python "$(dirname "$0")/gather.py" "$OUT" --argv "$0" "$@"

@@ -23,7 +23,7 @@ class Text:
     and continuations, which `share` of the steps have, at `text`. expected: what a card says of
     own drafts. times_drafts: whether the machine tells what a draft took by itself.
     dear_after_rest: whether a draft after three steps without any takes twice as long, and rows
-    that were put off take their time, too.
+    that were put off take their time, too. costs: what steps take on this machine.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class Text:
         expected: tuple[float, ...] = (),
         times_drafts: bool = False,
         dear_after_rest: bool = False,
+        costs: StepCosts = COSTS,
     ) -> None:
+        self.costs = costs
         self.own, self.text, self.share, self.levels = own, text, share, 3
         self.times_drafts, self.dear_after_rest = times_drafts, dear_after_rest
         self.behind = self.rested = 0
@@ -59,7 +61,7 @@ class Text:
             stream, length = force == "stream", NODES if force == "text" and matched else 0
         held = self._accepted(self.text, NODES) if matched else 0
         levels = self.levels if stream else 0
-        drafting = COSTS.draft_fixed + levels * COSTS.draft_step if stream else 0.0
+        drafting = self.costs.draft_fixed + levels * self.costs.draft_step if stream else 0.0
         if stream and self.dear_after_rest:
             drafting *= 2 if self.rested > 2 else 1
             self.now += 0.01 * behind if behind > NODES else 0.0
@@ -68,7 +70,7 @@ class Text:
             accepted, length = self._accepted(self.own, levels), levels
         else:
             accepted = min(held, length)
-        self.now += COSTS.verify_seconds(1 + length)
+        self.now += self.costs.verify_seconds(1 + length)
         self.streamed += stream
         self.rested = 0 if stream else self.rested + 1
         self.behind = (0 if stream else self.behind) + 1 + accepted
@@ -170,6 +172,26 @@ def test_drafts_whose_costs_were_measured_too_high_are_found_out(times: int) -> 
     before = text.streamed
     text.speed(400)
     assert text.streamed - before > 300
+
+
+@pytest.mark.parametrize(("row", "said"), [(0.3, 0.02), (0.05, 0.5)])
+@pytest.mark.parametrize("accepted", [0.2, 0.5, 0.8])
+def test_rows_whose_costs_were_measured_wrong_are_found_out(
+    row: float, said: float, accepted: float
+) -> None:
+    """As by a server that starts while the machine is busy."""
+
+    def costs(row: float) -> StepCosts:
+        return replace(COSTS, verify={1: 1.0, 16: 1.0 + 15 * row})
+
+    def text() -> Text:
+        return Text(0.0, accepted, share=0.8, costs=costs(row))
+
+    found, right = text(), text()
+    found.policy = BudgetPolicy(costs(said), NODES, found.rates, clock=lambda: found.now)
+    right.policy = BudgetPolicy(costs(row), NODES, right.rates, clock=lambda: right.now)
+    found.speed(100), right.speed(100)
+    assert found.speed(1000) > 0.96 * right.speed(1000)
 
 
 @pytest.mark.parametrize("times", [0.2, 1.0, 3.0, 10.0])

@@ -10,18 +10,18 @@ from typing import Protocol
 
 _MEMORY = 0.95  # measured over expected seconds: about the last 20 steps
 _USUAL_MEMORY = 0.99  # the usual ratio between the two kinds of step
-_LEVEL_MEMORY = 0.9  # a batch's steps: about the last 10
-_LINE_MEMORY = 0.99  # what rows take in a batch: about the last 100
+_LEVEL_MEMORY = 0.9  # a step's time without a draft's rows: about the last 10
+_LINE_MEMORY = 0.99  # what rows take: about the last 100
 
 # First guesses, and how many measured steps each guess weighs as much as.
 _STEPS = 4.0  # step times are what the costs say
 _USUAL_STEPS = 20.0  # both kinds of step deviate from the costs alike
-_LINE_STEPS, _LINE_SHARE = 10.0, 0.2  # rows take what the costs say: steps in which they take this
+_LINE_STEPS, _LINE_SHARE = 10.0, 0.05  # rows take what the costs say: steps in which they take this
 # share of a plain step's time
 
 # Limits, so that one bad measurement cannot decide for long.
 _SLOWEST = 0.3, 6.0  # measured over expected seconds of a step
-_ROW_RANGE = 0.3, 20.0  # the same of the rows that a draft adds to a batch's step
+_ROW_RANGE = 0.1, 20.0  # the same of the rows that a draft adds
 _LEAST_OWN = 0.4  # pace of steps with own drafts over that of steps without (the costs may have
 # been measured while another program ran)
 
@@ -60,16 +60,18 @@ class SinglePace:
     A machine's speed may change while all steps are of one kind. The other kind's measurements
     therefore fade towards the usual ratio of both.
 
-    strength: the expected seconds that the first guess, 1, counts as.
+    plain: expected seconds of a plain step.
     """
 
     def __init__(self, plain: float) -> None:
-        self._strength = _STEPS * plain
+        self._strength = _STEPS * plain  # the expected seconds that the first guess, 1, counts as
         # of steps without and with own drafts, each
         self._guess = [1.0, 1.0]
         self._seconds, self._expected = [0.0, 0.0], [0.0, 0.0]
         weight = _USUAL_STEPS * plain
         self._usual_seconds, self._usual_expected = [weight, weight], [weight, weight]
+        self._line = _NeighbouringSteps(plain, plain, 1.0)
+        self._row_ratio = 1.0  # the pace of rows over that of plain steps
         self.plain = self.own = self.row = 1.0
         self.plain_steps = 0
 
@@ -85,7 +87,11 @@ class SinglePace:
         drafting: float | None,
         timed: float | None = None,
     ) -> None:
-        kind, expected = int(drafting is not None), plain + rows + (drafting or 0.0)
+        if drafting is None or timed is not None:
+            self._line.observe(rows, seconds - (timed or 0.0))
+            self._row_ratio = self._line.of_rows * plain / self._line.of_none
+        kind = int(drafting is not None)
+        expected = plain + self._row_ratio * rows + (drafting or 0.0)
         self.plain_steps += not kind
         for i in (0, 1):
             self._expected[i] *= _MEMORY
@@ -102,7 +108,7 @@ class SinglePace:
         low, high = _SLOWEST
         self.plain, self.own = (min(max(self._estimate(i), low), high) for i in (0, 1))
         self.own = max(self.own, _LEAST_OWN * self.plain)
-        self.row = self.plain
+        self.row = self._row_ratio * self.plain
 
     def _estimate(self, kind: int) -> float:
         """The recent estimate for steps without (0) and with (1) own drafts."""
@@ -111,23 +117,19 @@ class SinglePace:
 
     def seconds(self, plain: float, rows: float, drafting: float | None) -> float:
         pace = self.plain if drafting is None else self.own
-        return pace * (plain + rows + (drafting or 0.0))
+        return pace * (plain + self._row_ratio * rows + (drafting or 0.0))
 
 
 class BatchPace:
-    """Of steps of several sequences. Their attention to long contexts and the work outside the
-    decoder add to a step's time, but not to that of a row more. What rows take is therefore told
-    by how the times of neighbouring steps differ.
+    """Of steps of several sequences, whose attention to long contexts and work outside the decoder
+    add much to a step's time, but not to that of a row more.
 
     plain: expected seconds of a plain step. guess: the first guess of both paces.
     """
 
     def __init__(self, plain: float, guess: tuple[float, float]) -> None:
         self._of_plain, (self.plain, self.row) = plain, guess
-        self._count, self._added, self._seconds = 1.0, 0.0, plain * self.plain  # of the last steps
-        strength = _LINE_STEPS * (_LINE_SHARE * plain) ** 2
-        # of how steps differ from those before: added x added, added x seconds
-        self._squares, self._products = strength, strength * self.row
+        self._line = _NeighbouringSteps(plain, plain * self.plain, self.row)
         self.plain_steps = 0
 
     @property
@@ -143,20 +145,39 @@ class BatchPace:
         timed: float | None = None,
     ) -> None:
         drafted = (drafting or 0.0) if timed is None else timed
-        added, seconds = rows, seconds - drafted
         self.plain_steps += drafting is None and not rows
-        x, y = added - self._added / self._count, seconds - self._seconds / self._count
-        self._squares = _LINE_MEMORY * self._squares + x * x
-        self._products = _LINE_MEMORY * self._products + x * y
-        self._count = _LEVEL_MEMORY * self._count + 1.0
-        self._added = _LEVEL_MEMORY * self._added + added
-        self._seconds = _LEVEL_MEMORY * self._seconds + seconds
-        self.row = _within(self._products / self._squares, _ROW_RANGE)
-        of_plain = (self._seconds - self.row * self._added) / self._count
-        self.plain = _within(of_plain / self._of_plain, _SLOWEST)
+        self._line.observe(rows, seconds - drafted)
+        self.row = self._line.of_rows
+        self.plain = _within(self._line.of_none / self._of_plain, _SLOWEST)
 
     def seconds(self, plain: float, rows: float, drafting: float | None) -> float:
         return self.plain * plain + self.row * rows + (drafting or 0.0)
+
+
+class _NeighbouringSteps:
+    """What a draft's rows take, by how the times of neighbouring steps differ.
+
+    plain: expected seconds of a plain step. of_none, of_rows: the first guesses.
+    of_none: seconds of a step without rows. of_rows: measured over expected seconds of rows.
+    """
+
+    def __init__(self, plain: float, of_none: float, of_rows: float) -> None:
+        self.of_none, self.of_rows = of_none, of_rows
+        self._count, self._rows, self._seconds = 1.0, 0.0, of_none  # of the last steps
+        strength = _LINE_STEPS * (_LINE_SHARE * plain) ** 2
+        # of how steps differ from those before: rows x rows, rows x seconds
+        self._squares, self._products = strength, strength * of_rows
+
+    def observe(self, rows: float, seconds: float) -> None:
+        """Records a step's seconds. rows: the expected ones of its rows."""
+        x, y = rows - self._rows / self._count, seconds - self._seconds / self._count
+        self._squares = _LINE_MEMORY * self._squares + x * x
+        self._products = _LINE_MEMORY * self._products + x * y
+        self._count = _LEVEL_MEMORY * self._count + 1.0
+        self._rows = _LEVEL_MEMORY * self._rows + rows
+        self._seconds = _LEVEL_MEMORY * self._seconds + seconds
+        self.of_rows = _within(self._products / self._squares, _ROW_RANGE)
+        self.of_none = max((self._seconds - self.of_rows * self._rows) / self._count, 1e-9)
 
 
 def _within(value: float, limits: tuple[float, float]) -> float:

@@ -16,20 +16,23 @@ LEVELS=${LEVELS:-1 2 4 8 16} REQUESTS=${REQUESTS:-32} ROUNDS=${ROUNDS:-2} TOKENS
 mkdir -p "$OUT"
 rm -f "$OUT"/*-*.json
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
-multirate serve "$MODEL" --port 8301 2> "$OUT/multirate.log" &
-multirate serve "$MODEL" --port 8302 --method autoregressive 2> "$OUT/plain.log" &
-SERVERS="multirate=8301 plain=8302"
+SERVERS=""
+start() {  # one server after the other, because each one measures the machine when it starts
+    "${@:3}" > "$OUT/$1.log" 2>&1 &
+    until curl -sf "http://127.0.0.1:$2/health" > /dev/null; do
+        sleep 1
+        kill -0 $! || { tail -n 3 "$OUT/$1.log"; exit 1; }
+    done
+    SERVERS="$SERVERS $1=$2"
+}
+start multirate 8301 multirate serve "$MODEL" --port 8301
+start plain 8302 multirate serve "$MODEL" --port 8302 --method autoregressive
 if [ -n "${ACCELERATOR:-}" ]; then
-    multirate serve "$MODEL" --port 8304 -a "$ACCELERATOR" 2> "$OUT/accelerator.log" &
-    SERVERS="$SERVERS accelerator=8304"
+    start accelerator 8304 multirate serve "$MODEL" --port 8304 -a "$ACCELERATOR"
 fi
 if [ -n "${LLAMA_SERVER:-}" ]; then
-    "$LLAMA_SERVER" -m "$MODEL" --port 8303 -np 16 -c 32768 > "$OUT/llama.log" 2>&1 &
-    SERVERS="$SERVERS llama.cpp=8303"
+    start llama.cpp 8303 "$LLAMA_SERVER" -m "$MODEL" --port 8303 -np 16 -c 32768
 fi
-for server in $SERVERS; do
-    until curl -sf "http://127.0.0.1:${server#*=}/health" > /dev/null; do sleep 1; done
-done
 first=0
 order=$SERVERS
 for clients in $LEVELS; do

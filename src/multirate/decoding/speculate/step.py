@@ -194,7 +194,7 @@ class SpeculativeStep(Step):
         """How many tokens each sequence drafts. Text lookup decides for each sequence of a batch by
         itself; other drafts of a batch share passes, so all draft or none does.
         """
-        rates = self._rates = self.drafter.text_rates if len(seqs) > 1 else None
+        rates = self._rates = self.drafter.text_rates
         most = 1 if rates is None else self.traits.max_nodes
         found = self.drafter.matches(seqs, most)
         self._matches = dict(zip(seqs, found, strict=True))

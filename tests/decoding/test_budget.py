@@ -194,6 +194,16 @@ def test_rows_whose_costs_were_measured_wrong_are_found_out(
     assert found.speed(1000) > 0.96 * right.speed(1000)
 
 
+def test_text_is_not_drafted_where_a_row_takes_longer_than_a_token() -> None:
+    """However sure a continuation is."""
+    costs = replace(COSTS, verify={1: 1.0, 16: 1.0 + 15 * 1.05})
+    text = Text(0.0, 1.0, share=1.0, costs=costs)
+    text.policy = BudgetPolicy(costs, NODES, text.rates, clock=lambda: text.now)
+    text.speed(200, "plain")
+    text.policy.thresholds()
+    assert text.policy.choose([(3, NODES)], own=False).text == (0,)
+
+
 @pytest.mark.parametrize("times", [0.2, 1.0, 3.0, 10.0])
 def test_the_price_of_a_level_is_what_drafts_are_timed_to_take(times: float) -> None:
     """Whatever was measured before. A step is timed whole, a draft by itself."""

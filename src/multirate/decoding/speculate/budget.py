@@ -131,6 +131,7 @@ class BudgetPolicy:
         self._step = _StepUnderWay(Plan(True), 1)
         self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
+        self._text_threshold = np.empty(0)
         self._per_token = self._seconds
 
     def interrupted(self) -> None:
@@ -206,6 +207,8 @@ class BudgetPolicy:
                     verify_threshold / worth,
                 )
             self._thresholds = _within(draft_threshold), _within(verify_threshold)
+            # without the maximum: what text lookup would bring is known without drafting it
+            self._text_threshold = np.maximum(verify_threshold, _LEAST)
             self._priced_at = sequences, row, level
         return self._thresholds
 
@@ -276,10 +279,9 @@ class BudgetPolicy:
         """How many looked-up tokens are worth verifying after a match of this length, and the
         tokens that they add to a step, less what their time is worth.
         """
-        assert self._thresholds is not None
         length, gain = 0, 0.0
         if matched and self.rates is not None:
-            least = self._thresholds[1]
+            least = self._text_threshold
             here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
             while length < most and here >= least[length]:
                 gain += float(here - least[length])

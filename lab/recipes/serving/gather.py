@@ -19,7 +19,7 @@ from multirate.provenance import collect
 
 
 def together(rounds: list[dict[str, Any]]) -> dict[str, Any]:
-    """Those of one server and number of clients as one row."""
+    """All rounds of one server with so many clients, as one row."""
 
     def each(name: str) -> list[Any]:
         return [one[name] for one in rounds]
@@ -31,7 +31,7 @@ def together(rounds: list[dict[str, Any]]) -> dict[str, Any]:
         "errors": list(chain(*each("errors"))),
         "tokens": tokens,
         "seconds": round(seconds, 3),
-        "tokens_per_second": round(tokens / seconds, 2),
+        "tokens_per_second": round(tokens / seconds, 2) if seconds else 0.0,
         "by_round": each("tokens_per_second"),
         "first_token_p50": round(sum(each("first_token_p50")) / len(rounds), 4),
         "first_token_p99": max(each("first_token_p99")),
@@ -50,9 +50,7 @@ def main() -> None:
     for path in sorted(given.out.glob("*-*-*.json")):
         made = json.loads(path.read_text("utf-8"))
         rounds.setdefault((made["clients"], path.stem.rsplit("-", 2)[0]), []).append(made)
-    rows = [
-        {"server": server, **together(rounds[of])} for of in sorted(rounds) for server in of[1:]
-    ]
+    rows = [{"server": server, **together(those)} for (_, server), those in sorted(rounds.items())]
     plain = {row["clients"]: row["texts"] for row in rows if row["server"] == "plain"}
     for row in rows:
         pairs = zip(row.pop("texts"), plain[row["clients"]], strict=True)

@@ -19,10 +19,10 @@ trap 'kill $(jobs -p) 2>/dev/null || true' EXIT
 SERVERS=""
 start() {  # one server after the other, because each one measures the machine when it starts
     "${@:3}" > "$OUT/$1.log" 2>&1 &
-    until curl -sf "http://127.0.0.1:$2/health" > /dev/null; do
-        sleep 1
+    until sleep 1; curl -sf "http://127.0.0.1:$2/health" > /dev/null; do
         kill -0 $! || { tail -n 3 "$OUT/$1.log"; exit 1; }
     done
+    kill -0 $! || { echo "another server has port $2"; exit 1; }
     SERVERS="$SERVERS $1=$2"
 }
 start multirate 8301 multirate serve "$MODEL" --port 8301

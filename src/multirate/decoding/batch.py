@@ -110,6 +110,7 @@ class Batch:
         """The prompt takes a free place. Returns its sequence, and how many of its tokens need not
         be read again. Raises UserError for a prompt that cannot be used.
         """
+        self.step.interrupted()
         seq = next(b for b in range(self.places) if b not in self._taken)
         session, prompt = self.session, joining.prompt
         session.join(seq, prompt, joining.number, joining.sampling, joining.stop, joining.observe)
@@ -127,6 +128,7 @@ class Batch:
 
     def leave(self, seq: int) -> None:
         """The sequence ends, if it has not, and its place is free. Its K/V are kept."""
+        self.step.interrupted()
         if seq not in self.reading and self.session.cache.lengths[seq]:
             self._keep(seq)
         self.reading.pop(seq, None)

@@ -109,7 +109,7 @@ class Step(ABC):
         return session.cache.lengths[seq]
 
     def interrupted(self) -> None:  # noqa: B027 - optional
-        """Other work, or none, comes before the next step; its time is no step's."""
+        """The last step has ended; the time until the next one belongs to no step."""
 
     def holes(self, seq: int) -> list[Hole]:
         """Committed tokens of a sequence that have no K/V (yet) in some layers, for the

@@ -55,7 +55,8 @@ _RAGGED = 0.35  # a batch's sequences end at different times, and one that ends 
 # a drafted token is worth 1 / (1 + this · √ln(sequences)), as the largest of several sums grows
 _LOOKED = 8  # steps of a batch in which drafts are looked for, at least, before it goes without
 _LEAST_GAIN = 0.02  # the share of a plain step's tokens that makes looking for drafts pay
-_UNLOOKED = 8, 64  # plain steps until drafts are looked for again: at first, and in the end
+_UNLOOKED = 8, 64  # plain steps until drafts are looked for again: at first, and at most
+_MEASURED_ROWS = 64  # steps without a draft until text lookup tries one
 _TRIED_PLAIN = 2  # plain steps that a batch of a new size takes first, to compare with
 
 
@@ -129,9 +130,9 @@ class BudgetPolicy:
         self._outlooks: dict[int, _Outlook] = {}  # by the sequences of a step
         self._refilled = False
         self._step = _StepUnderWay(Plan(True), 1)
-        self._priced_at: tuple[int, float, float] = (0, 1.0, 1.0)
+        self._priced_at = 0, False, 1.0, 1.0  # sequences, refilled, price of a row and of a level
         self._thresholds: tuple[np.ndarray, np.ndarray] | None = None
-        self._text_threshold = np.empty(0)
+        self._unmeasured = 0  # steps since the last one with a draft
         self._per_token = self._seconds
 
     def interrupted(self) -> None:
@@ -194,9 +195,9 @@ class BudgetPolicy:
         row = self._pace.row / self._per_token
         drafting = self._pace.drafting * self._draft_pace.pace
         level = drafting * self._level(sequences) / sequences / self._per_token
-        of, row_then, level_then = self._priced_at
+        *of, row_then, level_then = self._priced_at
         change = max(abs(row - row_then) / row_then, abs(level - level_then) / (level_then or 1.0))
-        if self._thresholds is None or of != sequences or change > _CHANGE:
+        if self._thresholds is None or of != [sequences, refilled] or change > _CHANGE:
             verify_threshold = self._row_prices(sequences)[0] * row
             draft_threshold = verify_threshold + level
             if sequences > 1 and not refilled:
@@ -207,17 +208,18 @@ class BudgetPolicy:
                     verify_threshold / worth,
                 )
             self._thresholds = _within(draft_threshold), _within(verify_threshold)
-            # without the maximum: what text lookup would bring is known without drafting it
-            self._text_threshold = np.maximum(verify_threshold, _LEAST)
-            self._priced_at = sequences, row, level
+            self._priced_at = sequences, refilled, row, level
         return self._thresholds
 
-    def goes_without(self) -> bool:
-        """Whether the step that `thresholds` began is plain because drafts brought little lately in
-        steps of so many sequences: then neither `choose` nor `emitted` is called for it.
+    def skips_drafts(self) -> bool:
+        """Makes the step that `thresholds` began plain if drafts brought little lately in steps of
+        so many sequences, and returns whether it did: then neither `choose` nor `emitted` is called
+        for it.
         """
         step = self._step
-        if step.sequences == 1 or not self._timed or not self._outlook.goes_without():
+        if step.sequences == 1 or not self._timed or self._look_again:
+            return False
+        if not self._outlook.skips():
             return False
         self._tokens += step.sequences
         step.plan = Plan(False)
@@ -260,7 +262,9 @@ class BudgetPolicy:
         # the costs are of one sequence; a batch first times plain steps to compare with
         unknown = rests and self._timed and len(matches) > 1
         timing = unknown and self._pace.plain_steps < _TRIED_PLAIN
-        if not own or remaining < 1 or timing:
+        if timing:
+            chosen, lengths = False, [0] * len(lengths)
+        elif not own or remaining < 1:
             chosen = False  # at 0 the step's own token is the last one
         elif not rests and not any(lengths):
             chosen = True
@@ -271,6 +275,9 @@ class BudgetPolicy:
             if again or loss <= self._credit or self._credit >= self._most_credit:
                 chosen = True
                 self._credit -= loss
+        due = self._timed and self.rates is not None and self._unmeasured >= _MEASURED_ROWS
+        if due and not chosen and not timing and remaining >= 1 and not any(lengths):
+            self._try_text(matches, lengths)
         self._step.plan = Plan(True) if chosen else Plan(False, tuple(lengths))
         self._step.refreshed = behind if chosen else 0
         return self._step.plan
@@ -279,15 +286,26 @@ class BudgetPolicy:
         """How many looked-up tokens are worth verifying after a match of this length, and the
         tokens that they add to a step, less what their time is worth.
         """
+        assert self._thresholds is not None
         length, gain = 0, 0.0
         if matched and self.rates is not None:
-            least = self._text_threshold
+            least = self._thresholds[1]
             here, onward = self.rates.first_alone[matched], self.rates.next_accepted[matched]
             while length < most and here >= least[length]:
                 gain += float(here - least[length])
                 here *= onward
                 length += 1
         return length, gain
+
+    def _try_text(self, matches: Sequence[tuple[int, int]], lengths: list[int]) -> None:
+        """Drafts the likeliest of the looked-up tokens: where a row's time was once measured too
+        long, no row would be drafted again, and its time not be measured.
+        """
+        assert self.rates is not None
+        chances = [self.rates.first_alone[matched] if most else 0.0 for matched, most in matches]
+        best = int(np.argmax(chances))
+        if matches[best][0] and chances[best]:
+            lengths[best] = 1
 
     def _own_gain(self, matched: Sequence[int]) -> float:
         """Tokens that the method's own drafts add to a step of these sequences, less what their
@@ -307,7 +325,9 @@ class BudgetPolicy:
         return tokens * self._ending_sooner(len(matched)) - seconds / self._per_token
 
     def _level(self, sequences: int) -> float:
-        """Seconds of a drafted level of so many sequences, by the costs, which are of one."""
+        """Seconds of a drafted level of so many sequences: what the costs say of one sequence,
+        times how much longer a plain step takes.
+        """
         return self.costs.draft_step * self._plain(sequences) / self.costs.plain_step
 
     def _drafting(self, levels: float, sequences: int) -> float:
@@ -344,7 +364,7 @@ class BudgetPolicy:
         return self._drafted[sequences]
 
     def _paces_of(self, sequences: int) -> tuple[StepPace, _DraftPace]:
-        """Timing of steps of this many sequences; at first that of the last ones."""
+        """Timing of steps of this many sequences. A batch begins with that of the last ones."""
         if sequences not in self._paces:
             plain = self._plain(sequences)
             self._paces[sequences] = (
@@ -381,10 +401,11 @@ class BudgetPolicy:
         if after_rest:
             if step.refreshed > self.nodes:
                 before = pace.seconds(plain, rows, drafts.pace * own)
-                self._observe_catching_up((seconds - before) / pace.row, step.refreshed)
+                self._observe_catching_up((seconds - before) / pace.drafting, step.refreshed)
         elif self._timed:  # else steps take what costs say
             pace.observe(seconds, plain, rows, drafting, step.draft_seconds)
         self._look_again = after_rest
+        self._unmeasured = 0 if any(step.nodes) else self._unmeasured + 1
         self._rested = 0 if step.plan.own else self._rested + 1
         self._credit = min(self._credit + _EXPLORED * seconds, self._most_credit)
 
@@ -427,10 +448,12 @@ class _Outlook:
             self._pause = _UNLOOKED[0]
         self._looked, self._gain = 0, 0.0
 
-    def goes_without(self) -> bool:
-        """Whether the next step does."""
-        self._left -= self._left > 0
-        return self._left > 0
+    def skips(self) -> bool:
+        """Whether the step that begins is one without; call it once for each step."""
+        if not self._left:
+            return False
+        self._left -= 1
+        return True
 
 
 class _DraftPace:

@@ -248,7 +248,9 @@ class Drafter(ABC):
 
     traits = Traits()
     text_rates: ContinuationRates | None = None
-    """Of one whose drafts are all the text's continuations: how often these held."""
+    """Of a drafter that only copies from the text: how often what it copied was accepted. None: of
+    any other drafter.
+    """
 
     @property
     def highest_rejected(self) -> float | None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from multirate.decoding.results import Origin
 from multirate.decoding.session import Session
 from multirate.decoding.speculate.acceptance import Verdict, accept_chosen, accept_greedy, split
-from multirate.decoding.speculate.acceptance_statistics import ContinuationRates
 from multirate.decoding.speculate.budget import BudgetPolicy
 from multirate.decoding.speculate.costs import CostModel
 from multirate.decoding.speculate.drafter import Draft, Drafter, DraftRequest, Verified
@@ -65,7 +64,6 @@ class SpeculativeStep(Step):
         # what each sequence's text continues with, and the match length, in this step; empty if
         # the policy did not plan it
         self._matches: dict[int, tuple[list[int], int]] = {}
-        self._rates: ContinuationRates | None = None  # of text lookup, if it was planned by them
         self._forced: Collection[int] = ()  # sequences whose draft is none of the drafter's
 
     def begin(self, session: Session, resumed: bool) -> None:
@@ -143,7 +141,7 @@ class SpeculativeStep(Step):
         forced = session.sampler.forced([b for b, limit in zip(seqs, limits, strict=True) if limit])
         if self._policy is not None and self._adapts:
             worth = self._policy.thresholds(len(seqs), session.refilled)[1]
-            if not forced and self._policy.goes_without():
+            if not forced and self._policy.skips_drafts():
                 limits = [0] * len(seqs)
             else:
                 limits = self._planned(self._policy, seqs, limits, forced.keys())
@@ -191,10 +189,10 @@ class SpeculativeStep(Step):
     def _planned(
         self, policy: BudgetPolicy, seqs: Sequence[int], limits: list[int], forced: Collection[int]
     ) -> list[int]:
-        """How many tokens each sequence drafts. Text lookup decides for each sequence of a batch by
-        itself; other drafts of a batch share passes, so all draft or none does.
+        """How many tokens each sequence drafts. Text lookup decides for each sequence by its match;
+        other drafts of a batch share passes, so all sequences draft or none does.
         """
-        rates = self._rates = self.drafter.text_rates
+        rates = self.drafter.text_rates
         most = 1 if rates is None else self.traits.max_nodes
         found = self.drafter.matches(seqs, most)
         self._matches = dict(zip(seqs, found, strict=True))
@@ -219,8 +217,8 @@ class SpeculativeStep(Step):
         continuation, matched = self._matches[seq]
         own = seq not in self._forced
         self._policy.emitted(len(emitted), levels, nodes, matched, own=own)
-        if matched and self._rates is not None:
-            self._rates.observe_text(continuation, matched, emitted)
+        if matched and self.drafter.text_rates is not None:
+            self.drafter.text_rates.observe_text(continuation, matched, emitted)
 
     def _count_exits(self, session: Session, kept: int, unverified: int) -> None:
         """Counts `kept` emitted tokens, `unverified` of them accepted unverified."""

@@ -11,24 +11,25 @@ from typing import Protocol
 _MEMORY = 0.95  # measured over expected seconds: about the last 20 steps
 _USUAL_MEMORY = 0.99  # the usual ratio between the two kinds of step
 _LEVEL_MEMORY = 0.9  # a step's time without a draft's rows: about the last 10
-_LINE_MEMORY = 0.99  # what rows take: about the last 100
+_NEIGHBOURS_MEMORY = 0.99  # what rows take: about the last 100
 
 # First guesses, and how many measured steps each guess weighs as much as.
 _STEPS = 4.0  # step times are what the costs say
 _USUAL_STEPS = 20.0  # both kinds of step deviate from the costs alike
-_LINE_STEPS, _LINE_SHARE = 10.0, 0.05  # rows take what the costs say: steps in which they take this
+_ROW_STEPS, _ROW_SHARE = 4.0, 0.05  # rows take what the costs say: steps in which they take this
 # share of a plain step's time
 
 # Limits, so that one bad measurement cannot decide for long.
 _SLOWEST = 0.3, 6.0  # measured over expected seconds of a step
-_ROW_RANGE = 0.1, 20.0  # the same of the rows that a draft adds
+_ROW_RANGE = 0.03, 20.0  # the same of the rows that a draft adds
 _LEAST_OWN = 0.4  # pace of steps with own drafts over that of steps without (the costs may have
 # been measured while another program ran)
 
 
 class StepPace(Protocol):
     """plain: measured over expected seconds of a plain step. row: of a row that a draft adds.
-    drafting: of own drafts, as far as this tells. plain_steps: how many plain steps were observed.
+    drafting: of own drafts, which have a pace of their own beside this one. plain_steps: how many
+    plain steps were observed.
     """
 
     plain: float
@@ -70,7 +71,7 @@ class SinglePace:
         self._seconds, self._expected = [0.0, 0.0], [0.0, 0.0]
         weight = _USUAL_STEPS * plain
         self._usual_seconds, self._usual_expected = [weight, weight], [weight, weight]
-        self._line = _NeighbouringSteps(plain, plain, 1.0)
+        self._neighbours = _NeighbouringSteps(plain, plain, 1.0)
         self._row_ratio = 1.0  # the pace of rows over that of plain steps
         self.plain = self.own = self.row = 1.0
         self.plain_steps = 0
@@ -88,8 +89,9 @@ class SinglePace:
         timed: float | None = None,
     ) -> None:
         if drafting is None or timed is not None:
-            self._line.observe(rows, seconds - (timed or 0.0))
-            self._row_ratio = self._line.of_rows * plain / self._line.of_none
+            self._neighbours.observe(rows, seconds - (timed or 0.0))
+            ratio = self._neighbours.of_rows * plain / self._neighbours.of_none
+            self._row_ratio = _within(ratio, _ROW_RANGE)
         kind = int(drafting is not None)
         expected = plain + self._row_ratio * rows + (drafting or 0.0)
         self.plain_steps += not kind
@@ -105,8 +107,7 @@ class SinglePace:
         for i in (0, 1):  # towards what this kind takes now, times the ratio
             towards = now * usual[i] / usual[kind]
             self._guess[i] += (1 - _MEMORY) * (towards - self._guess[i])
-        low, high = _SLOWEST
-        self.plain, self.own = (min(max(self._estimate(i), low), high) for i in (0, 1))
+        self.plain, self.own = (_within(self._estimate(i), _SLOWEST) for i in (0, 1))
         self.own = max(self.own, _LEAST_OWN * self.plain)
         self.row = self._row_ratio * self.plain
 
@@ -129,7 +130,7 @@ class BatchPace:
 
     def __init__(self, plain: float, guess: tuple[float, float]) -> None:
         self._of_plain, (self.plain, self.row) = plain, guess
-        self._line = _NeighbouringSteps(plain, plain * self.plain, self.row)
+        self._neighbours = _NeighbouringSteps(plain, plain * self.plain, self.row)
         self.plain_steps = 0
 
     @property
@@ -146,9 +147,9 @@ class BatchPace:
     ) -> None:
         drafted = (drafting or 0.0) if timed is None else timed
         self.plain_steps += drafting is None and not rows
-        self._line.observe(rows, seconds - drafted)
-        self.row = self._line.of_rows
-        self.plain = _within(self._line.of_none / self._of_plain, _SLOWEST)
+        self._neighbours.observe(rows, seconds - drafted)
+        self.row = self._neighbours.of_rows
+        self.plain = _within(self._neighbours.of_none / self._of_plain, _SLOWEST)
 
     def seconds(self, plain: float, rows: float, drafting: float | None) -> float:
         return self.plain * plain + self.row * rows + (drafting or 0.0)
@@ -157,27 +158,32 @@ class BatchPace:
 class _NeighbouringSteps:
     """What a draft's rows take, by how the times of neighbouring steps differ.
 
-    plain: expected seconds of a plain step. of_none, of_rows: the first guesses.
-    of_none: seconds of a step without rows. of_rows: measured over expected seconds of rows.
+    plain: seconds of a plain step, by the costs. of_none: of a step without rows, as measured.
+    of_rows: measured over expected seconds of rows. Both begin with the values that are given.
     """
 
     def __init__(self, plain: float, of_none: float, of_rows: float) -> None:
         self.of_none, self.of_rows = of_none, of_rows
+        self._least = _SLOWEST[0] * plain
         self._count, self._rows, self._seconds = 1.0, 0.0, of_none  # of the last steps
-        strength = _LINE_STEPS * (_LINE_SHARE * plain) ** 2
+        # the first guess, which does not fade: of_rows comes back to it while no rows are drafted
+        self._strength = _ROW_STEPS * (_ROW_SHARE * plain) ** 2
+        self._guess = self._strength * of_rows
         # of how steps differ from those before: rows x rows, rows x seconds
-        self._squares, self._products = strength, strength * of_rows
+        self._squares = self._products = 0.0
 
     def observe(self, rows: float, seconds: float) -> None:
-        """Records a step's seconds. rows: the expected ones of its rows."""
+        """Records a step's seconds, and those that the costs say its draft's rows take."""
         x, y = rows - self._rows / self._count, seconds - self._seconds / self._count
-        self._squares = _LINE_MEMORY * self._squares + x * x
-        self._products = _LINE_MEMORY * self._products + x * y
+        self._squares = _NEIGHBOURS_MEMORY * self._squares + x * x
+        self._products = _NEIGHBOURS_MEMORY * self._products + x * y
         self._count = _LEVEL_MEMORY * self._count + 1.0
         self._rows = _LEVEL_MEMORY * self._rows + rows
         self._seconds = _LEVEL_MEMORY * self._seconds + seconds
-        self.of_rows = _within(self._products / self._squares, _ROW_RANGE)
-        self.of_none = max((self._seconds - self.of_rows * self._rows) / self._count, 1e-9)
+        slope = (self._products + self._guess) / (self._squares + self._strength)
+        self.of_rows = _within(slope, _ROW_RANGE)
+        without = (self._seconds - self.of_rows * self._rows) / self._count
+        self.of_none = max(without, self._least)
 
 
 def _within(value: float, limits: tuple[float, float]) -> float:

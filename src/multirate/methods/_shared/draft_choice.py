@@ -108,7 +108,7 @@ class DraftChoice:
         if known.policy is None:
             drafts = any(limits)
             plan = Plan(True) if drafts else Plan(False, (0,) * len(seqs))
-        elif request.rests and not request.forced and known.policy.goes_without():
+        elif request.rests and not request.forced and known.policy.skips_drafts():
             self.drafted -= set(seqs)
             self._unlooked = True
             return Plan(False, (0,) * len(seqs))

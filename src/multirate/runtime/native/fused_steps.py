@@ -104,9 +104,9 @@ class FusedSteps:
         self._held: tuple[object, ...] = (branch, head, rule)
         self._no_threshold = np.zeros(nodes)
         self._thresholds: list[NDArray[np.float64] | None] = [None, None]
-        self._has_noise = True
+        self._not_greedy = True
         self._growth: Growth | None = None
-        self._seen: tuple[int, int] | None = None
+        self._cache_versions: tuple[int, int] | None = None
         self.step = abi.new(
             "SpeculativeStep",
             branch=branch,
@@ -142,8 +142,8 @@ class FusedSteps:
 
         chooser: of the tokens; None: greedy ones.
         """
-        self.cache, self._own, self._seen = cache, own, None
-        self._chooser, self._has_noise = chooser, True
+        self.cache, self._own, self._cache_versions = cache, own, None
+        self._chooser, self._not_greedy = chooser, True
         self._choose_path = choose_path
         self.step.highest_rejected = -np.inf
 
@@ -161,7 +161,7 @@ class FusedSteps:
         """
         self.limits.ngram.longest = 0 if text is None else self._longest
         self._text.set([] if text is None else text)
-        self.step.sequence, self._has_noise = seq, True
+        self.step.sequence, self._not_greedy = seq, True
         self.entered = 1
         self._ids[0] = ids[-1]
         self.unread.clear()
@@ -172,10 +172,10 @@ class FusedSteps:
             self.unread.add(np.array(ids[:-1]), carried[:-1].numpy())
 
     def prepare(self, growth: Growth, greedy: bool) -> None:
-        """The step's limits, caches and noise, and what enters. greedy: as `greedy` says of all
-        sequences.
+        """The step's limits, caches and noise, and what enters. greedy: whether no sequence of the
+        step has noise or draws its tokens.
         """
-        if growth is not self._growth:  # sequences and steps share them
+        if growth is not self._growth:  # the same object: nothing has changed
             self._grow_by(growth)
         self._read_caches()
         first = self.entered - 1
@@ -185,7 +185,7 @@ class FusedSteps:
                 first = 0
             else:
                 self._set_aside(self.entered)
-        if self._has_noise or not greedy:
+        if self._not_greedy or not greedy:
             self._take_noise()
         self.step.first, self.step.backfill = first, self.entered - 1 - first
 
@@ -227,7 +227,7 @@ class FusedSteps:
         noise = None if chooser is None else chooser.noises([step.sequence], [0])
         packed = abi.NULL if noise is None else abi.noise_of(noise)
         step.chooses = chooser is None or chooser.by_argmax([step.sequence])
-        self._has_noise = noise is not None or not step.chooses
+        self._not_greedy = noise is not None or not step.chooses
         self.limits.noise = step.noise = packed
         self._noise = noise, packed  # the kernel reads them by address
 
@@ -360,9 +360,9 @@ class FusedSteps:
         step.length = self.length
         self._text.make_room()
         seen = cache.version, 0 if own is None else own.version
-        if seen == self._seen:
+        if seen == self._cache_versions:
             return
-        self._seen = seen
+        self._cache_versions = seen
         step.caches, step.capacity = cache.address, cache.capacity
         if own is not None:
             step.block_cache, step.block_capacity = own.address, own.capacity

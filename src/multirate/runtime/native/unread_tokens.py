@@ -12,10 +12,10 @@ _ROOM = 64  # tokens to begin with
 
 
 class UnreadTokens:
-    """In arrays, so that adding a token after every step takes a microsecond.
+    """Kept in arrays, because adding to them takes a microsecond.
 
-    width: of what is carried of a token; 0: nothing is. window: how many of the newest tokens the
-    layer sees; None: all.
+    width: how many numbers are carried for a token; 0: none. window: how many of the newest tokens
+    the layer sees; None: all.
     """
 
     def __init__(self, width: int, window: int | None) -> None:
@@ -40,16 +40,13 @@ class UnreadTokens:
         """Tokens [n], and what is carried of those before them [n, any]."""
         begin, end = self._count, self._count + len(ids)
         if end > len(self._ids):
-            self.keep_seen()
-            begin, end = self._count, self._count + len(ids)
-            self._make_room(end)
+            self._make_room(2 * end)
         self._ids[begin:end] = ids
         if self._carried.shape[1]:
             self._carried[begin:end] = carried
         self._count = end
 
-    def _make_room(self, count: int) -> None:
-        room = max(2 * count, len(self._ids))
+    def _make_room(self, room: int) -> None:
         for name in ("_ids", "_carried"):
             old = getattr(self, name)
             new = np.empty((room, *old.shape[1:]), old.dtype)
@@ -57,7 +54,9 @@ class UnreadTokens:
             setattr(self, name, new)
 
     def keep_seen(self) -> None:
-        """Drops what the layer will not see."""
+        """Drops what the layer will not see. Only before it reads: until then, a conversation may
+        continue from any of the tokens.
+        """
         window, count = self._window, self._count
         if window is None or count <= window:
             return
@@ -69,7 +68,7 @@ class UnreadTokens:
         self._count = 0
 
     def pending(self) -> PendingTokens:
-        """A copy."""
+        """The same tokens, copied."""
         width = self._carried.shape[1]
         carried = [torch.from_numpy(self.carried.copy())] if width and self._count else []
         return PendingTokens(self.ids.tolist(), carried)

@@ -108,6 +108,8 @@ def _by_a_copy(data: dict[str, Any], row: dict[str, Any]) -> bool:
 def processor(data: dict[str, Any]) -> str:
     """The processor; for AMD EPYC with its generation, which its instructions tell apart."""
     features, cpu = data["cpu_features"], data["cpu"]
+    if "avx512f" not in features:
+        return f"{cpu} (no AVX-512)"
     if cpu == "AMD EPYC":
         return f"{cpu} (Zen {5 if 'avx_vnni' in features else 4})"
     name = cpu.replace("(R)", "").split(" Processor")[0]

@@ -37,8 +37,10 @@ def block() -> list[str]:
         f"{processor(run)}, {str(run['date'])[:10]}, greedy, up to {run['max_new_tokens']} tokens. "
         "Same text: as row 4. Reproduce: "
         "`bash lab/recipes/smollm2/quantised.sh EVAL runs/quantised`. "
-        "[All results](lab/results/README.md). As a server: "
+        "[All results](lab/results/README.md). As a server, "
         f"{serving.over_llama('serving_load')} times "
-        "[llama-server](lab/results/README.md#server-under-load), "
-        f"{serving.over_llama('serving_load_q4_0')} with Q4_0.",
+        "[llama-server](lab/results/README.md#server-under-load) "
+        f"on an {processor(load('serving_load'))}; with Q4_0 "
+        f"{serving.over_llama('serving_load_q4_0')} times on an "
+        f"{processor(load('serving_load_q4_0'))}.",
     ]

@@ -21,13 +21,14 @@ def under_load() -> Section:
         "Server under load",
         [
             f"SmolLM2's Q4_1 file, {machine(first)}, 2 threads, which the clients share. The given "
-            "number of clients ask 48 questions of Spec-Bench (280 tokens on average; other ones "
-            "at every level), up to 128 tokens each, streamed, greedily. In brackets: speed "
-            "relative to llama-server (16 slots, else its defaults), built from the sources that "
-            "llama-cpp-python 0.3.36 ships.",
+            f"number of clients ask {_questions(first)} questions of Spec-Bench (310 tokens on "
+            "average; other ones at every level) in two rounds, up to 128 tokens each, streamed, "
+            "greedily. In brackets: speed relative to llama-server (16 slots, else its defaults), "
+            "built from the sources that llama-cpp-python 0.3.36 ships.",
             _speeds(first),
+            f"Relative to multirate without drafts: {_over_plain(first)}.",
             "llama.cpp processes prompts slowly with Q4_1. With a file in Q4_0, for which it has a "
-            'faster kernel (`LEVELS="1 8" REQUESTS=32`):',
+            f"faster kernel, 32 questions in one round, on another machine, {machine(other)}:",
             _speeds(other),
             "Seconds to the first token (median, 99th percentile), and the longest pause of any "
             "stream, with Q4_1:",
@@ -36,7 +37,7 @@ def under_load() -> Section:
             f"{_answers(first)} of them.",
             command(
                 "export LLAMA_SERVER=llama-server",
-                "export ACCELERATOR=src/multirate/reference/smollm2/m2r2-carry",
+                "export ACCELERATOR=src/multirate/reference/smollm2/m2r2-carry REQUESTS=24",
                 "bash lab/recipes/serving/load.sh MODEL.gguf EVAL runs/serving",
             ),
             sources(*names),
@@ -58,6 +59,22 @@ def _ratio(run: dict[str, Any], server: str, clients: int) -> float:
     """The speed relative to llama-server's."""
     ours, theirs = (_row(run, name, clients) for name in (server, "llama.cpp"))
     return float(ours["tokens_per_second"] / theirs["tokens_per_second"])
+
+
+def _questions(run: dict[str, Any]) -> int:
+    """How many at each level."""
+    (count,) = {row["answers"] for row in run["rows"]}
+    return int(count)
+
+
+def _over_plain(run: dict[str, Any]) -> str:
+    """The ratios to plain decoding, level by level."""
+    parts = []
+    for server in ("multirate", "accelerator"):
+        rows = ((_row(run, server, n), _row(run, "plain", n)) for n in _levels(run))
+        ratios = [ours["tokens_per_second"] / plain["tokens_per_second"] for ours, plain in rows]
+        parts.append(f"{SERVERS[server]} " + ", ".join(f"{ratio:.2f}x" for ratio in ratios))
+    return "; ".join(parts)
 
 
 def _servers(run: dict[str, Any]) -> list[str]:

@@ -18,6 +18,10 @@ ROWS = {
 """A row's method and weights. Its speedup comes from these and from nothing else."""
 
 
+def _instructions(name: str) -> str:
+    return "AVX-512" if "avx512f" in load(name)["cpu_features"] else "AVX2"
+
+
 def block() -> list[str]:
     """The table, and the line under it."""
     run = load("quantised_smollm2")
@@ -40,7 +44,6 @@ def block() -> list[str]:
         "[All results](lab/results/README.md). As a server, "
         f"{serving.over_llama('serving_load')} times "
         "[llama-server](lab/results/README.md#server-under-load) "
-        f"on an {processor(load('serving_load'))}; with Q4_0 "
-        f"{serving.over_llama('serving_load_q4_0')} times on an "
-        f"{processor(load('serving_load_q4_0'))}.",
+        f"({_instructions('serving_load')}), {serving.over_llama('serving_load_q4_0')} times with "
+        f"Q4_0 ({_instructions('serving_load_q4_0')}).",
     ]

@@ -1,7 +1,9 @@
 """Compiles the kernel into the wheel (runtime/native/build.py), so that whoever installs it needs
 no compiler. Without one here, the wheel has the sources alone, and compiles them on first use.
+
 MULTIRATE_WHEEL_FOR=x86_64 or aarch64: for such Linux machines with glibc 2.28 or later, compiled by
-zig (the package ziglang), wherever it is built."""
+zig (the package ziglang), wherever it is built.
+"""
 
 from __future__ import annotations
 

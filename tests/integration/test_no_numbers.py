@@ -16,7 +16,8 @@ from multirate.training.checkpoint import Accelerator
 @pytest.mark.parametrize("backend", ["auto", "hf"])
 @pytest.mark.parametrize("name", sorted(reference_accelerators("tiny")))
 def test_the_text_is_the_models_own(name: str, backend: str, value: float) -> None:
-    loaded = load_model("tiny")
+    # in bf16, PyTorch's sums depend on the number of rows
+    loaded = load_model("tiny", dtype="float32" if backend == "hf" else "auto")
     made = Accelerator.from_pretrained(reference_accelerators("tiny")[name], loaded.model)
     with torch.no_grad():
         for parameter in made.module.parameters():

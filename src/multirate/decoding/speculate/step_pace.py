@@ -28,7 +28,7 @@ _LEAST_OWN = 0.4  # pace of steps with own drafts over that of steps without (th
 
 class StepPace(Protocol):
     """plain: measured over expected seconds of a plain step. row: of a row that a draft adds.
-    drafting: of own drafts, which have a pace of their own beside this one. plain_steps: how many
+    drafting: of own drafts; the policy also measures these by themselves. plain_steps: how many
     plain steps were observed.
     """
 

@@ -287,7 +287,7 @@ def test_a_new_question_ends_the_race(open_page: Open) -> None:
         expect(answers(page)).to_have_count(2)
         expect(answers(page).last.locator(".body")).to_have_text("short")
         expect(page.locator("#plain-text")).to_contain_text("long long")
-        assert page.locator("#drafted-text").text_content() == "short"
+        expect(page.locator("#drafted-text")).to_have_text("short")
         page.keyboard.press("Escape")
         expect(result(page)).to_have_text("The race was stopped.")
 

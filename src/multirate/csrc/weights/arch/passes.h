@@ -21,6 +21,14 @@
 #define SIGNED_BYTES 1
 #endif
 
+// Whether the products of a block are summed in 16 bits, each lane's even and odd inputs apart:
+// vpmaddubsw gives such sums, and 16 products of 4-bit weights are 16 · 15 · 127 at most.
+#if LANES == 8 && !defined(__AVXVNNI__)
+#define SHORT_SUMS(bits) ((bits) == 4)
+#else
+#define SHORT_SUMS(bits) 0
+#endif
+
 typedef uint16_t Line __attribute__((vector_size(4 * LANES))); // bytes, moved in pairs
 
 INLINE Line load_line(const char *from) {
@@ -69,18 +77,29 @@ INLINE void add_products(iv *sum, iv *other, int bits, Line w, Line v, const int
 #elif LANES == 8
     // vpmaddubsw adds two products of unsigned and signed bytes in 16 bits, where four of 6 bits
     // fit and two of 8 bits do not: those are split into their sizes and signs
-    const __m256i ones = _mm256_set1_epi16(1), early = (__m256i)w, late = (__m256i)v,
-                  row = _mm256_set1_epi32(*x), next = _mm256_set1_epi32(*y);
+    const __m256i ones = _mm256_set1_epi16(1), early = (__m256i)w, late = (__m256i)v;
+    __m256i a, b;
     (void)other;
     if (bits == 8) {
-        __m256i a = _mm256_maddubs_epi16(_mm256_abs_epi8(early), _mm256_sign_epi8(row, early)),
-                b = _mm256_maddubs_epi16(_mm256_abs_epi8(late), _mm256_sign_epi8(next, late));
+        __m256i row = _mm256_set1_epi32(*x), next = _mm256_set1_epi32(*y);
+        a = _mm256_maddubs_epi16(_mm256_abs_epi8(early), _mm256_sign_epi8(row, early));
+        b = _mm256_maddubs_epi16(_mm256_abs_epi8(late), _mm256_sign_epi8(next, late));
         *sum += (iv)_mm256_madd_epi16(a, ones) + (iv)_mm256_madd_epi16(b, ones);
-    } else {
-        __m256i both =
-            _mm256_add_epi16(_mm256_maddubs_epi16(early, row), _mm256_maddubs_epi16(late, next));
-        *sum += (iv)_mm256_madd_epi16(both, ones);
+        return;
     }
+#define MULTIPLY                                                                                   \
+    "vpbroadcastd %[x], %[a]\n\tvpmaddubsw %[a], %[w], %[a]\n\t"                                   \
+    "vpbroadcastd %[y], %[b]\n\tvpmaddubsw %[b], %[v], %[b]\n\t"
+#define TERMS [w] "x"(early), [v] "x"(late), [x] "m"(*x), [y] "m"(*y)
+    if (SHORT_SUMS(bits))
+        asm(MULTIPLY "vpaddw %[a], %[sum], %[sum]\n\tvpaddw %[b], %[sum], %[sum]"
+            : [sum] "+x"(*sum), [a] "=&x"(a), [b] "=&x"(b)
+            : TERMS);
+    else
+        asm(MULTIPLY "vpaddw %[b], %[a], %[a]\n\tvpmaddwd %[a], %[one], %[a]\n\t"
+                     "vpaddd %[a], %[sum], %[sum]"
+            : [sum] "+x"(*sum), [a] "=&x"(a), [b] "=&x"(b)
+            : TERMS, [one] "x"(ones));
 #else
     iv row = {*x, *x, *x, *x}, next = {*y, *y, *y, *y};
     __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
@@ -90,6 +109,16 @@ INLINE void add_products(iv *sum, iv *other, int bits, Line w, Line v, const int
             : "+w"(*other)
             : "w"(v), "w"(next));
 #endif
+}
+
+// A block's sums in 32 bits.
+INLINE iv whole_sums(iv sum, int bits) {
+#if LANES == 8
+    if (SHORT_SUMS(bits))
+        return (iv)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
+#endif
+    (void)bits;
+    return sum;
 }
 
 INLINE fv halves_at(const char *from) {
@@ -166,8 +195,8 @@ INLINE const char *next_scales(BlockScales *s, const char *from, int first, long
 INLINE void pass(int rows, int bits, int start_kind, int factors, int first, const Column *column,
                  const ByteRows *x, long blocks, const Ahead *ahead, float *to, long stride) {
     const int halves = start_kind == START_HALVES, has_least = start_kind == SCALED_SUM,
-              starts = !has_least && !(bits == 8 && SIGNED_BYTES), parts = halves ? 2 : 1,
-              pairs = 4 / parts,
+              starts = !has_least && !(bits == 8 && SIGNED_BYTES), late = SHORT_SUMS(bits),
+              parts = halves ? 2 : 1, pairs = 4 / parts,
               other = LANES == 16 && rows <= 4; // two sums: one would wait for its own last step
     const char *weight = (const char *)column->weight + 4 * first, *scales = column->scale;
     const int32_t *words = x->words, *start = x->start[start_kind];
@@ -187,7 +216,7 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
         EACH (half, parts) {
             iv sum[2][MOST_ROWS];
             EACH (n, rows)
-                sum[0][n] = starts ? (iv){0} + start[n] : (iv){0}, sum[1][n] = (iv){0};
+                sum[0][n] = starts && !late ? (iv){0} + start[n] : (iv){0}, sum[1][n] = (iv){0};
             EACH (pair, pairs) {
                 int k = 4 * half + 2 * pair;
                 Line w = line_of(weight, bits, k), v = line_of(weight, bits, k + 1);
@@ -197,7 +226,9 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
                 words += 2 * rows;
             }
             EACH (n, rows) {
-                iv whole = other ? sum[0][n] + sum[1][n] : sum[0][n];
+                iv whole = other ? sum[0][n] + sum[1][n] : whole_sums(sum[0][n], bits);
+                if (starts && late)
+                    whole += start[n];
                 total[n] = fma_v(__builtin_convertvector(whole, fv),
                                  s.unit[half] * all(row_scales[n]), total[n]);
                 if (has_least)

@@ -13,7 +13,7 @@ long lines_ahead(int lanes, int format) {
     case AMD_AVX512:
         return lanes <= (is_quantised(format_of(format)) ? 2 : 5) ? 0 : 160;
     default:
-        return lanes == 1 ? 0 : lanes <= 3 ? 12 : 64;
+        return lanes == 1 ? 0 : is_quantised(format_of(format)) ? 32 : lanes <= 3 ? 12 : 64;
     }
 }
 

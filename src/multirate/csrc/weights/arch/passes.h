@@ -1,11 +1,12 @@
 // Products with quantised weights, written once over registers that hold LANES outputs of a line,
-// four inputs of each. What a pass sums for the rows of a tile stays in registers.
+// four inputs of each. What a pass sums of a block for the rows of a tile stays in registers.
 #ifndef MULTIRATE_PASSES_H
 #define MULTIRATE_PASSES_H
 #include "../../vectors/simd.h"
 #include "../arch.h"
 
-// Rows of a tile at most: each takes two registers.
+// Rows of a tile at most: each takes two registers, for its sums and totals or, where a pass has
+// two registers of outputs, for its sums.
 #if LANES == 16
 #define MOST_ROWS 12
 #elif LANES == 8
@@ -21,12 +22,12 @@
 #define SIGNED_BYTES 1
 #endif
 
-// Whether the products of a block are summed in 16 bits, each lane's even and odd inputs apart:
-// vpmaddubsw gives such sums, and 16 products of 4-bit weights are 16 · 15 · 127 at most.
+// Registers of outputs that a pass sums at once. With AVX2 alone loads take longer than products,
+// so a row's inputs are loaded once for two registers.
 #if LANES == 8 && !defined(__AVXVNNI__)
-#define SHORT_SUMS(bits) ((bits) == 4)
+#define REGISTERS 2
 #else
-#define SHORT_SUMS(bits) 0
+#define REGISTERS 1
 #endif
 
 typedef uint16_t Line __attribute__((vector_size(4 * LANES))); // bytes, moved in pairs
@@ -61,65 +62,43 @@ INLINE Line line_of(const char *block, int bits, int k) {
     return line;
 }
 
-// Of a row: *sum += w · the four inputs at x, and *other, which may be the same, += v · those at y.
-// In assembly where compilers differ in how they are asked for the instruction, or load rows apart
-// from the products or all of them before.
-INLINE void add_products(iv *sum, iv *other, int bits, Line w, Line v, const int32_t *x,
-                         const int32_t *y) {
-    (void)bits;
-#if LANES == 16
-    asm("vpdpbusd %[x]%{1to16%}, %[w], %[a]" : [a] "+v"(*sum) : [w] "v"(w), [x] "m"(*x));
-    asm("vpdpbusd %[y]%{1to16%}, %[v], %[b]" : [b] "+v"(*other) : [v] "v"(v), [y] "m"(*y));
-#elif defined(__AVXVNNI__)
-    (void)other;
-    *sum = (iv)_mm256_dpbusd_avx_epi32((__m256i)*sum, (__m256i)w, _mm256_set1_epi32(*x));
-    *sum = (iv)_mm256_dpbusd_avx_epi32((__m256i)*sum, (__m256i)v, _mm256_set1_epi32(*y));
-#elif LANES == 8
-    // vpmaddubsw adds two products of unsigned and signed bytes in 16 bits, where four of 6 bits
-    // fit and two of 8 bits do not: those are split into their sizes and signs
-    const __m256i ones = _mm256_set1_epi16(1), early = (__m256i)w, late = (__m256i)v;
-    __m256i a, b;
-    (void)other;
-    if (bits == 8) {
-        __m256i row = _mm256_set1_epi32(*x), next = _mm256_set1_epi32(*y);
-        a = _mm256_maddubs_epi16(_mm256_abs_epi8(early), _mm256_sign_epi8(row, early));
-        b = _mm256_maddubs_epi16(_mm256_abs_epi8(late), _mm256_sign_epi8(next, late));
-        *sum += (iv)_mm256_madd_epi16(a, ones) + (iv)_mm256_madd_epi16(b, ones);
-        return;
-    }
-#define MULTIPLY                                                                                   \
-    "vpbroadcastd %[x], %[a]\n\tvpmaddubsw %[a], %[w], %[a]\n\t"                                   \
-    "vpbroadcastd %[y], %[b]\n\tvpmaddubsw %[b], %[v], %[b]\n\t"
-#define TERMS [w] "x"(early), [v] "x"(late), [x] "m"(*x), [y] "m"(*y)
-    if (SHORT_SUMS(bits))
-        asm(MULTIPLY "vpaddw %[a], %[sum], %[sum]\n\tvpaddw %[b], %[sum], %[sum]"
-            : [sum] "+x"(*sum), [a] "=&x"(a), [b] "=&x"(b)
-            : TERMS);
-    else
-        asm(MULTIPLY "vpaddw %[b], %[a], %[a]\n\tvpmaddwd %[a], %[one], %[a]\n\t"
-                     "vpaddd %[a], %[sum], %[sum]"
-            : [sum] "+x"(*sum), [a] "=&x"(a), [b] "=&x"(b)
-            : TERMS, [one] "x"(ones));
+#if REGISTERS == 2
+#include "short_sums.h"
 #else
-    iv row = {*x, *x, *x, *x}, next = {*y, *y, *y, *y};
-    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
-            : "+w"(*sum)
-            : "w"(w), "w"(row));
-    __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
-            : "+w"(*other)
-            : "w"(v), "w"(next));
-#endif
-}
-
-// A block's sums in 32 bits.
-INLINE iv whole_sums(iv sum, int bits) {
-#if LANES == 8
-    if (SHORT_SUMS(bits))
-        return (iv)_mm256_madd_epi16((__m256i)sum, _mm256_set1_epi16(1));
-#endif
+#define SHORT_SUMS(bits) 0
+INLINE iv whole_sum(iv sum, int bits) {
     (void)bits;
     return sum;
 }
+
+// Of each row: its sum += w · the four inputs at x, and, where `more` is not NULL, its sum there +=
+// v · the next four; otherwise both are added to the first. In assembly where compilers differ in
+// how they are asked for the instruction, or load rows apart from the products or all of them
+// before.
+INLINE void add_products(int rows, iv (*sum)[REGISTERS], iv *more, int bits, const Line *w,
+                         const Line *v, const int32_t *x) {
+    (void)bits;
+    EACH (n, rows) {
+        const int32_t *y = x + rows + n;
+        iv *early = sum[n], *late = more ? &more[n] : early;
+#if LANES == 16
+        asm("vpdpbusd %[x]%{1to16%}, %[w], %[a]" : [a] "+v"(*early) : [w] "v"(*w), [x] "m"(x[n]));
+        asm("vpdpbusd %[y]%{1to16%}, %[v], %[b]" : [b] "+v"(*late) : [v] "v"(*v), [y] "m"(*y));
+#elif defined(__AVXVNNI__)
+        *early = (iv)_mm256_dpbusd_avx_epi32((__m256i)*early, (__m256i)*w, _mm256_set1_epi32(x[n]));
+        *late = (iv)_mm256_dpbusd_avx_epi32((__m256i)*late, (__m256i)*v, _mm256_set1_epi32(*y));
+#else
+        iv row = {x[n], x[n], x[n], x[n]}, next = {*y, *y, *y, *y};
+        __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
+                : "+w"(*early)
+                : "w"(*w), "w"(row));
+        __asm__(".arch armv8.2-a+dotprod\n\tsdot %0.4s, %1.16b, %2.16b"
+                : "+w"(*late)
+                : "w"(*v), "w"(next));
+#endif
+    }
+}
+#endif
 
 INLINE fv halves_at(const char *from) {
 #if LANES == 16
@@ -191,61 +170,73 @@ INLINE const char *next_scales(BlockScales *s, const char *from, int first, long
     return from + 32;
 }
 
-// LANES outputs from `first` on for the rows of a tile.
+// REGISTERS · LANES outputs from `first` on for the rows of a tile.
 INLINE void pass(int rows, int bits, int start_kind, int factors, int first, const Column *column,
                  const ByteRows *x, long blocks, const Ahead *ahead, float *to, long stride) {
     const int halves = start_kind == START_HALVES, has_least = start_kind == SCALED_SUM,
-              starts = !has_least && !(bits == 8 && SIGNED_BYTES), late = SHORT_SUMS(bits),
-              parts = halves ? 2 : 1, pairs = 4 / parts,
+              starts = !has_least && !(bits == 8 && SIGNED_BYTES), runs = halves ? 2 : 1,
+              pairs = 4 / runs,
               other = LANES == 16 && rows <= 4; // two sums: one would wait for its own last step
     const char *weight = (const char *)column->weight + 4 * first, *scales = column->scale;
     const int32_t *words = x->words, *start = x->start[start_kind];
     const float *row_scales = x->scales;
-    BlockScales s = {0};
-    fv total[MOST_ROWS];
+    BlockScales s[REGISTERS] = {0};
+    fv total[MOST_ROWS][REGISTERS];
     EACH (n, rows)
-        total[n] = all(0.0f);
+        EACH (p, REGISTERS)
+            total[n][p] = all(0.0f);
     long line = 0;
     for (long b = 0; b < blocks; b++, weight += bits * LINE_BYTES) {
         if (LANES > 4 && !first) // not yet measured on Arm
             EACH (i, bits)
                 fetch_line(ahead, line++, LANES == 8);
-        scales = next_scales(&s, scales, first, b, start_kind, factors);
+        const char *next = scales;
+        EACH (p, REGISTERS)
+            next = next_scales(&s[p], scales, first + p * LANES, b, start_kind, factors);
+        scales = next;
         if (LANES == 16)
             fetch(scales + 60 * 32, 0);
-        EACH (half, parts) {
-            iv sum[2][MOST_ROWS];
-            EACH (n, rows)
-                sum[0][n] = starts && !late ? (iv){0} + start[n] : (iv){0}, sum[1][n] = (iv){0};
+        EACH (run, runs) {
+            iv sum[MOST_ROWS][REGISTERS], more[MOST_ROWS];
+            EACH (n, rows) {
+                EACH (p, REGISTERS)
+                    sum[n][p] = starts && !SHORT_SUMS(bits) ? (iv){0} + start[n] : (iv){0};
+                more[n] = (iv){0};
+            }
             EACH (pair, pairs) {
-                int k = 4 * half + 2 * pair;
-                Line w = line_of(weight, bits, k), v = line_of(weight, bits, k + 1);
-                EACH (n, rows)
-                    add_products(&sum[0][n], &sum[other][n], bits, w, v, words + n,
-                                 words + rows + n);
+                int k = 4 * run + 2 * pair;
+                Line w[REGISTERS], v[REGISTERS];
+                EACH (p, REGISTERS) {
+                    w[p] = line_of(weight + 4 * LANES * p, bits, k);
+                    v[p] = line_of(weight + 4 * LANES * p, bits, k + 1);
+                }
+                add_products(rows, sum, other ? more : NULL, bits, w, v, words);
                 words += 2 * rows;
             }
-            EACH (n, rows) {
-                iv whole = other ? sum[0][n] + sum[1][n] : whole_sums(sum[0][n], bits);
-                if (starts && late)
-                    whole += start[n];
-                total[n] = fma_v(__builtin_convertvector(whole, fv),
-                                 s.unit[half] * all(row_scales[n]), total[n]);
-                if (has_least)
-                    total[n] = fma_v(s.least, all(((const float *)start)[n]), total[n]);
-            }
+            EACH (n, rows)
+                EACH (p, REGISTERS) {
+                    iv whole = other ? sum[n][p] + more[n] : whole_sum(sum[n][p], bits);
+                    if (starts && SHORT_SUMS(bits))
+                        whole += start[n];
+                    total[n][p] = fma_v(__builtin_convertvector(whole, fv),
+                                        s[p].unit[run] * all(row_scales[n]), total[n][p]);
+                    if (has_least)
+                        total[n][p] =
+                            fma_v(s[p].least, all(((const float *)start)[n]), total[n][p]);
+                }
             start += rows;
         }
         row_scales += rows;
     }
     EACH (n, rows)
-        store_v(to + n * stride + first, total[n]);
+        EACH (p, REGISTERS)
+            store_v(to + n * stride + first + p * LANES, total[n][p]);
 }
 
 #define PRODUCT(NAME, BITS, START, ZERO, FACTORS, BYTES)                                           \
     static void product_##NAME(const Column *column, const ByteRows *x, long blocks,               \
                                const Ahead *ahead, float *to, long stride) {                       \
-        for (int first = 0; first < COLUMN; first += LANES)                                        \
+        for (int first = 0; first < COLUMN; first += REGISTERS * LANES)                            \
             switch (x->lanes) {                                                                    \
                 CASES(pass, BITS, START, FACTORS, first, column, x, blocks, ahead, to, stride)     \
             }                                                                                      \

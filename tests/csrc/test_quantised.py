@@ -22,11 +22,15 @@ from .harness import pointer, randn
 ALL = pytest.mark.parametrize("kind", QUANTISED, ids=lambda one: one.name)
 
 
-def random_blocks(kind: WeightFormat, outputs: int, inputs: int, seed: int = 0) -> QuantisedWeight:
-    """Blocks of any bits, whose scales are finite and of one size."""
+def random_blocks(
+    kind: WeightFormat, outputs: int, inputs: int, seed: int = 0, byte: int | None = None
+) -> QuantisedWeight:
+    """Blocks of any bits, or of one byte, whose scales are finite and of one size."""
     rng = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
     made = rng.integers(0, 256, (outputs, inputs // block, size), np.uint8)
+    if byte is not None:
+        made[:] = byte
     halves = [0] if kind.name in ("Q8_0", "Q4_0", "Q5_0") else [0, 2]
     for at in [208] if kind.name == "Q6_K" else halves:
         scales = (rng.standard_normal((outputs, inputs // block)) / 50).astype(np.float16)
@@ -79,6 +83,18 @@ def test_products_are_those_of_the_rounded_rows(kind: WeightFormat) -> None:
     scale = rounded(x).abs() @ dequantised(blocks).double().abs().T
     found = product(owner.linear(blocks), x).double()
     assert ((found - expected).abs() <= 2e-6 * scale).all()
+
+
+@ALL
+@pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
+def test_the_largest_products_fit_the_sums(kind: WeightFormat, byte: int) -> None:
+    """The largest and least weights times rows of 127 and -127: nothing saturates or wraps."""
+    blocks, x = random_blocks(kind, 64, 256, byte=byte), torch.ones(8, 256)
+    x[4:] = -1
+    owner = Owner()
+    weights = dequantised(blocks).double()
+    found, expected = product(owner.linear(blocks), x).double(), rounded(x) @ weights.T
+    assert ((found - expected).abs() <= 2e-6 * weights.abs().sum(1)).all()
 
 
 @ALL

@@ -62,7 +62,7 @@ INLINE void add_byte_line(iv *sum, const Line *w, const Line *size, const int32_
         "vpmaddwd %[one], %[a], %[a]\n\t"
         "vpaddd %[a], %[t], %[t]"
         : SUMS, TEMPORARY
-        : [w] "xm"(w[0]), [v] "xm"(w[1]), [size] "x"(size[0]), [more_size] "x"(size[1]),
+        : [w] "x"(w[0]), [v] "x"(w[1]), [size] "x"(size[0]), [more_size] "x"(size[1]),
           [x] "m"(*x), [one] "xm"(ones));
 }
 

@@ -25,7 +25,7 @@ ALL = pytest.mark.parametrize("kind", QUANTISED, ids=lambda one: one.name)
 def random_blocks(
     kind: WeightFormat, outputs: int, inputs: int, seed: int = 0, byte: int | None = None
 ) -> QuantisedWeight:
-    """Blocks of any bits, or of one byte, whose scales are finite and of one size."""
+    """Blocks of any bits, or of one repeated byte, whose scales are finite and of one size."""
     rng = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[GGMLQuantizationType[kind.name]]
     made = rng.integers(0, 256, (outputs, inputs // block, size), np.uint8)

@@ -1,5 +1,5 @@
 // Products with quantised weights, written once over registers that hold LANES outputs of a line,
-// four inputs of each. What a pass sums of a block for the rows of a tile stays in registers.
+// four inputs of each. A pass keeps a block's sums of a tile's rows in registers where they fit.
 #ifndef MULTIRATE_PASSES_H
 #define MULTIRATE_PASSES_H
 #include "../../vectors/simd.h"
@@ -22,12 +22,12 @@
 #define SIGNED_BYTES 1
 #endif
 
-// Registers of outputs that a pass sums at once. With AVX2 alone loads take longer than products,
-// so a row's inputs are loaded once for two registers.
+// Registers of outputs that a pass sums. Without VNNI it sums two, so it loads a row's inputs once
+// for both.
 #if LANES == 8 && !defined(__AVXVNNI__)
-#define REGISTERS 2
+#define OUTPUT_REGISTERS 2
 #else
-#define REGISTERS 1
+#define OUTPUT_REGISTERS 1
 #endif
 
 typedef uint16_t Line __attribute__((vector_size(4 * LANES))); // bytes, moved in pairs
@@ -62,8 +62,8 @@ INLINE Line line_of(const char *block, int bits, int k) {
     return line;
 }
 
-#if REGISTERS == 2
-#include "short_sums.h"
+#if OUTPUT_REGISTERS == 2
+#include "avx2_products.h"
 #else
 #define SHORT_SUMS(bits) 0
 INLINE iv whole_sum(iv sum, int bits) {
@@ -71,11 +71,10 @@ INLINE iv whole_sum(iv sum, int bits) {
     return sum;
 }
 
-// Of each row: its sum += w · the four inputs at x, and, where `more` is not NULL, its sum there +=
-// v · the next four; otherwise both are added to the first. In assembly where compilers differ in
-// how they are asked for the instruction, or load rows apart from the products or all of them
-// before.
-INLINE void add_products(int rows, iv (*sum)[REGISTERS], iv *more, int bits, const Line *w,
+// For each row, adds w · the four inputs at x to `sum`, and v · the next four to `more`, or to
+// `sum` if `more` is NULL. In assembly where compilers differ in how they are asked for the
+// instruction, or load the inputs too early.
+INLINE void add_products(int rows, iv (*sum)[OUTPUT_REGISTERS], iv *more, int bits, const Line *w,
                          const Line *v, const int32_t *x) {
     (void)bits;
     EACH (n, rows) {
@@ -170,20 +169,21 @@ INLINE const char *next_scales(BlockScales *s, const char *from, int first, long
     return from + 32;
 }
 
-// REGISTERS · LANES outputs from `first` on for the rows of a tile.
+// OUTPUT_REGISTERS · LANES outputs from `first` on for the rows of a tile.
 INLINE void pass(int rows, int bits, int start_kind, int factors, int first, const Column *column,
                  const ByteRows *x, long blocks, const Ahead *ahead, float *to, long stride) {
-    const int halves = start_kind == START_HALVES, has_least = start_kind == SCALED_SUM,
-              starts = !has_least && !(bits == 8 && SIGNED_BYTES), runs = halves ? 2 : 1,
-              pairs = 4 / runs,
+    const int halves = start_kind == START_HALVES ? 2 : 1, has_least = start_kind == SCALED_SUM,
+              starts = !has_least && !(bits == 8 && SIGNED_BYTES),
+              late_start = starts && SHORT_SUMS(bits), // added to the sums in 32 bits
+        pairs = 4 / halves,
               other = LANES == 16 && rows <= 4; // two sums: one would wait for its own last step
     const char *weight = (const char *)column->weight + 4 * first, *scales = column->scale;
     const int32_t *words = x->words, *start = x->start[start_kind];
     const float *row_scales = x->scales;
-    BlockScales s[REGISTERS] = {0};
-    fv total[MOST_ROWS][REGISTERS];
+    BlockScales s[OUTPUT_REGISTERS] = {0};
+    fv total[MOST_ROWS][OUTPUT_REGISTERS];
     EACH (n, rows)
-        EACH (p, REGISTERS)
+        EACH (p, OUTPUT_REGISTERS)
             total[n][p] = all(0.0f);
     long line = 0;
     for (long b = 0; b < blocks; b++, weight += bits * LINE_BYTES) {
@@ -191,22 +191,22 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
             EACH (i, bits)
                 fetch_line(ahead, line++, LANES == 8);
         const char *next = scales;
-        EACH (p, REGISTERS)
+        EACH (p, OUTPUT_REGISTERS)
             next = next_scales(&s[p], scales, first + p * LANES, b, start_kind, factors);
         scales = next;
         if (LANES == 16)
             fetch(scales + 60 * 32, 0);
-        EACH (run, runs) {
-            iv sum[MOST_ROWS][REGISTERS], more[MOST_ROWS];
+        EACH (half, halves) {
+            iv sum[MOST_ROWS][OUTPUT_REGISTERS], more[MOST_ROWS];
             EACH (n, rows) {
-                EACH (p, REGISTERS)
-                    sum[n][p] = starts && !SHORT_SUMS(bits) ? (iv){0} + start[n] : (iv){0};
+                EACH (p, OUTPUT_REGISTERS)
+                    sum[n][p] = starts && !late_start ? (iv){0} + start[n] : (iv){0};
                 more[n] = (iv){0};
             }
             EACH (pair, pairs) {
-                int k = 4 * run + 2 * pair;
-                Line w[REGISTERS], v[REGISTERS];
-                EACH (p, REGISTERS) {
+                int k = 4 * half + 2 * pair;
+                Line w[OUTPUT_REGISTERS], v[OUTPUT_REGISTERS];
+                EACH (p, OUTPUT_REGISTERS) {
                     w[p] = line_of(weight + 4 * LANES * p, bits, k);
                     v[p] = line_of(weight + 4 * LANES * p, bits, k + 1);
                 }
@@ -214,12 +214,12 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
                 words += 2 * rows;
             }
             EACH (n, rows)
-                EACH (p, REGISTERS) {
+                EACH (p, OUTPUT_REGISTERS) {
                     iv whole = other ? sum[n][p] + more[n] : whole_sum(sum[n][p], bits);
-                    if (starts && SHORT_SUMS(bits))
+                    if (late_start)
                         whole += start[n];
                     total[n][p] = fma_v(__builtin_convertvector(whole, fv),
-                                        s[p].unit[run] * all(row_scales[n]), total[n][p]);
+                                        s[p].unit[half] * all(row_scales[n]), total[n][p]);
                     if (has_least)
                         total[n][p] =
                             fma_v(s[p].least, all(((const float *)start)[n]), total[n][p]);
@@ -229,14 +229,14 @@ INLINE void pass(int rows, int bits, int start_kind, int factors, int first, con
         row_scales += rows;
     }
     EACH (n, rows)
-        EACH (p, REGISTERS)
+        EACH (p, OUTPUT_REGISTERS)
             store_v(to + n * stride + first + p * LANES, total[n][p]);
 }
 
 #define PRODUCT(NAME, BITS, START, ZERO, FACTORS, BYTES)                                           \
     static void product_##NAME(const Column *column, const ByteRows *x, long blocks,               \
                                const Ahead *ahead, float *to, long stride) {                       \
-        for (int first = 0; first < COLUMN; first += REGISTERS * LANES)                            \
+        for (int first = 0; first < COLUMN; first += OUTPUT_REGISTERS * LANES)                     \
             switch (x->lanes) {                                                                    \
                 CASES(pass, BITS, START, FACTORS, first, column, x, blocks, ahead, to, stride)     \
             }                                                                                      \

@@ -12,6 +12,7 @@ from multirate.serving.metrics import Metrics
 from multirate.serving.model import ServedModel
 from multirate.serving.origins import Origins, Piece
 from multirate.serving.parts import Call, Part, Reader, Said, Thought
+from multirate.serving.pieces import in_pieces
 from multirate.serving.requests import (
     Deliver,
     Emitted,
@@ -228,7 +229,7 @@ class Answers:
             except RuntimeError:  # the loop is closed: the server has stopped
                 return
 
-        return deliver
+        return in_pieces(deliver)
 
     def _measure(self, choice: Choice, tokens: int, at: float) -> None:
         before = self._latest.get(choice.index)

@@ -74,7 +74,7 @@ class Metrics:
         self._first.observe(seconds)
 
     def next_tokens(self, seconds: float, count: int) -> None:
-        """`count` tokens of one step, `seconds` each."""
+        """`count` tokens of one message, `seconds` each."""
         for _ in range(count):
             self._next.observe(seconds)
 

@@ -22,8 +22,8 @@
 #define SIGNED_BYTES 1
 #endif
 
-// Registers of outputs that a pass sums. Without VNNI it sums two, so it loads a row's inputs once
-// for both.
+// Registers of outputs that a pass sums. With AVX2 alone it sums two, so it loads a row's inputs
+// once for both.
 #if LANES == 8 && !defined(__AVXVNNI__)
 #define OUTPUT_REGISTERS 2
 #else
@@ -172,11 +172,11 @@ INLINE const char *next_scales(BlockScales *s, const char *from, int first, long
 // OUTPUT_REGISTERS · LANES outputs from `first` on for the rows of a tile.
 INLINE void pass(int rows, int bits, int start_kind, int factors, int first, const Column *column,
                  const ByteRows *x, long blocks, const Ahead *ahead, float *to, long stride) {
-    const int halves = start_kind == START_HALVES ? 2 : 1, has_least = start_kind == SCALED_SUM,
+    const int halves = start_kind == START_HALVES ? 2 : 1, pairs = 4 / halves,
+              has_least = start_kind == SCALED_SUM,
               starts = !has_least && !(bits == 8 && SIGNED_BYTES),
-              late_start = starts && SHORT_SUMS(bits), // added to the sums in 32 bits
-        pairs = 4 / halves,
               other = LANES == 16 && rows <= 4; // two sums: one would wait for its own last step
+    const int late_start = starts && SHORT_SUMS(bits); // 16 bits have no room for it
     const char *weight = (const char *)column->weight + 4 * first, *scales = column->scale;
     const int32_t *words = x->words, *start = x->start[start_kind];
     const float *row_scales = x->scales;
